@@ -1,0 +1,130 @@
+/* engine.c - the context of everything: kernels, threads, files, accounted memory, one lock. */
+#include "engine.h"
+
+#include <sched.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+int mc_engine_create(const mc_engine_opts *opts, mc_engine **out, mc_error *err) {
+    int rc;
+    mc_engine *e;
+    *out = NULL;
+    if (opts->threads < 1 || opts->threads > 256)
+        return mci_fail(err, MC_EINVAL, 0, "threads: expected 1..256, got %d", opts->threads);
+    if (opts->lanes < 0 || opts->lanes > 64)
+        return mci_fail(err, MC_EINVAL, 0, "lanes: expected 0..64, got %d", opts->lanes);
+    if (opts->io < MC_IO_AUTO || opts->io > MC_IO_DIRECT)
+        return mci_fail(err, MC_EINVAL, 0, "io: unknown mode %d", opts->io);
+    if (opts->budget < 0)
+        return mci_fail(err, MC_EINVAL, 0, "budget: expected bytes, got %lld",
+                        (long long)opts->budget);
+    e = calloc(1, sizeof *e);
+    if (!e) return mci_fail(err, MC_ENOMEM, 0, "engine: out of memory");
+    atomic_init(&e->refs, 1);
+    e->pid = getpid();
+    e->mem.budget = opts->budget;
+    pthread_mutex_init(&e->lock, NULL);
+    if ((rc = mci_ops_get(opts->isa, &e->ops, err)) < 0) goto fail;
+    if ((rc = mci_pool_create(opts->threads, &e->pool, err)) < 0) goto fail;
+    if ((rc = mci_io_create(opts->io, opts->lanes, &e->io, err)) < 0) goto fail;
+    *out = e;
+    return MC_OK;
+fail:
+    mci_engine_release(e);
+    return rc;
+}
+
+void mci_engine_retain(mc_engine *e) { atomic_fetch_add(&e->refs, 1); }
+
+void mci_engine_release(mc_engine *e) {
+    if (!e || atomic_fetch_sub(&e->refs, 1) != 1) return;
+    /* In a forked child the worker threads do not exist and cannot be joined; the child's copy of
+     * the memory goes with the process. */
+    if (getpid() != e->pid) return;
+    mci_pool_free(e->pool);
+    mci_io_free(e->io);
+    mci_release(&e->mem, MC_MEM_SCRATCH, e->scratch, e->scratch_size);
+    pthread_mutex_destroy(&e->lock);
+    free(e);
+}
+
+void mc_engine_free(mc_engine *e) { mci_engine_release(e); }
+
+int mci_enter(mc_engine *e, mc_error *err) {
+    if (getpid() != e->pid)
+        return mci_fail(err, MC_EFORK, 0,
+                        "engine: used in a forked child; open the model again in this process");
+    pthread_mutex_lock(&e->lock);
+    e->fp = mci_fp_enter();
+    e->scratch_used = 0;
+    return MC_OK;
+}
+
+void mci_leave(mc_engine *e) {
+    mci_fp_restore(e->fp);
+    pthread_mutex_unlock(&e->lock);
+}
+
+int mci_scratch_reserve(mc_engine *e, int64_t bytes, mc_error *err) {
+    void *p;
+    int rc;
+    if (bytes <= e->scratch_size) return MC_OK;
+    mci_release(&e->mem, MC_MEM_SCRATCH, e->scratch, e->scratch_size);
+    e->scratch = NULL;
+    e->scratch_size = 0;
+    if ((rc = mci_alloc(&e->mem, MC_MEM_SCRATCH, bytes, "scratch", &p, err)) < 0) return rc;
+    e->scratch = p;
+    e->scratch_size = bytes;
+    return MC_OK;
+}
+
+void *mci_scratch(mc_engine *e, int64_t n, int64_t size) {
+    int64_t bytes = mci_scratch_bytes(n, size);
+    void *p = e->scratch + e->scratch_used;
+    if (bytes > e->scratch_size - e->scratch_used) return NULL; /* a block reserved too little */
+    e->scratch_used += bytes;
+    return p;
+}
+
+int mci_check_cancel(mc_engine *e, mc_error *err) {
+    if (atomic_load_explicit(&e->cancel, memory_order_relaxed))
+        return mci_fail(err, MC_ECANCEL, 0, "cancelled");
+    return MC_OK;
+}
+
+void mc_engine_cancel(mc_engine *e, int on) {
+    atomic_store_explicit(&e->cancel, on != 0, memory_order_relaxed);
+}
+
+int mc_engine_file(mc_engine *e, const char *path, mc_error *err) {
+    int rc = mci_enter(e, err);
+    if (rc < 0) return rc;
+    rc = mci_io_open(e->io, path, err);
+    mci_leave(e);
+    return rc;
+}
+
+int mc_engine_stats(mc_engine *e, mc_stats *out, mc_error *err) {
+    mci_io_stats io;
+    int rc = mci_enter(e, err);
+    if (rc < 0) return rc;
+    *out = e->stats;
+    for (int i = 0; i < MC_MEM_KINDS; i++) {
+        out->mem_now[i] = atomic_load(&e->mem.now[i]);
+        out->mem_peak[i] = atomic_load(&e->mem.peak[i]);
+    }
+    mci_io_get_stats(e->io, &io);
+    out->budget = e->mem.budget;
+    out->reads = io.reads;
+    out->bytes_read = io.bytes;
+    out->read_s = io.read_s;
+    out->lanes = io.lanes;
+    out->lanes_ran = io.lanes_ran;
+    out->files_direct = io.files_direct;
+    out->files_pread = io.files_pread;
+    out->threads = mci_pool_threads(e->pool);
+    out->threads_ran = mci_pool_ran(e->pool);
+    out->isa = e->ops->name;
+    mci_leave(e);
+    return MC_OK;
+}

@@ -1,0 +1,57 @@
+/* expert.h - the experts of one layer on disk: checked once, then where each matrix lies in its file
+ * and in a slab of memory. Their scales are few and small and stay resident. It knows nothing of
+ * caches.
+ *
+ * A slab takes whole blocks of the file; ranges whose blocks touch are one read, in any order:
+ *
+ *   file   ..|....uuuuuuuu|uuuuudddd|ddd.....|..      |: multiples of 4096
+ *   slab     |....uuuuuuuu|uuuuudddd|ddd.....|....gggg|gg......|
+ *             run 0: up and down              run 1: gate, from elsewhere
+ */
+#ifndef MCI_EXPERT_H
+#define MCI_EXPERT_H
+#include "engine.h"
+
+typedef struct mci_mat_ref {
+    int64_t offset;
+    const uint8_t *scale;
+    int32_t file;
+    int16_t dtype, scale_dtype;
+} mci_mat_ref;
+
+typedef struct mci_expert_ref {
+    mci_mat_ref mat[3]; /* gate, up, down */
+} mci_expert_ref;
+
+/* Of one layer. ref: (n), the caller's. */
+typedef struct mci_experts {
+    mci_expert_ref *ref;
+    int32_t n, hidden, width;
+    int64_t slab_bytes; /* the largest; 0: not bound */
+    void *scales;
+    int64_t scale_bytes;
+} mci_experts;
+
+typedef struct mci_range {
+    int32_t file;
+    int64_t offset, bytes;
+} mci_range;
+
+typedef struct mci_layout {
+    mci_range run[3]; /* exact bytes to read */
+    int64_t at[3];    /* where the first block of each run lies in the slab */
+    int64_t mat[3];   /* where gate, up, down begin in the slab */
+    int32_t n_run;
+    int64_t bytes;
+} mci_layout;
+
+/* Checks gate, up (width, hidden) and down (hidden, width) of n experts against their files and
+ * reads their scales. On failure x is unbound and owns nothing. layer: for messages. */
+int mci_experts_bind(mc_engine *e, mci_experts *x, int32_t layer, const mc_expert *experts,
+                     mc_error *err);
+void mci_experts_free(mc_engine *e, mci_experts *x);
+mci_layout mci_experts_layout(const mci_experts *x, int32_t expert);
+/* Matrix k (gate, up, down) of an expert whose slab is at `slab`. */
+mci_mat mci_experts_mat(const mci_experts *x, int32_t expert, int k, const mci_layout *l,
+                        const uint8_t *slab);
+#endif

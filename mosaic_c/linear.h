@@ -1,0 +1,43 @@
+/* linear.h - tensors bound from files, and the parallel matrix products that every block uses. */
+#ifndef MCI_LINEAR_H
+#define MCI_LINEAR_H
+#include "engine.h"
+
+/* A resident tensor: mat points into an allocation of this struct. */
+typedef struct mci_weight {
+    mci_mat mat;
+    void *mem;
+    int64_t mem_bytes;
+} mci_weight;
+
+static inline bool mci_absent(const mc_tensor *t) { return t->file < 0; }
+
+/* Checks a tensor's description against the file: known dtype, positive sizes, ranges inside the
+ * file. bytes, scale_bytes: what it takes. name: for errors. */
+int mci_tensor_check(mc_engine *e, const mc_tensor *t, const char *name, int64_t *bytes,
+                     int64_t *scale_bytes, mc_error *err);
+/* Reads a tensor of exactly (rows, cols) into memory. An absent one gives mat.data NULL. */
+int mci_weight_load(mc_engine *e, const mc_tensor *t, int64_t rows, int64_t cols, const char *name,
+                    mci_weight *out, mc_error *err);
+void mci_weight_free(mc_engine *e, mci_weight *w);
+
+/* A vector of n decoded to float32 (plus 1 where asked); absent: *out NULL. */
+int mci_vector_load(mc_engine *e, const mc_tensor *t, int64_t n, const char *name, bool plus_one,
+                    float **out, mc_error *err);
+void mci_vector_free(mc_engine *e, float *v, int64_t n);
+
+/* One matrix product of a group: y[t][r] = W x[t]; with up set, y = silu(W x) * (Up x), where yu
+ * is scratch of y's shape. */
+typedef struct mci_job {
+    const mci_mat *w, *up;
+    const float *const *x;
+    float *const *y, *const *yu;
+    int64_t n_tok;
+} mci_job;
+
+/* Runs all jobs as one parallel region; chunks are blocks of rows. */
+void mci_run_jobs(mc_engine *e, const mci_job *jobs, int n);
+
+/* rows[t] = base + t * ld, from scratch. */
+float **mci_row_ptrs(mc_engine *e, float *base, int64_t n, int64_t ld);
+#endif

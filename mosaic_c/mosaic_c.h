@@ -1,0 +1,324 @@
+/* mosaic_c.h - the whole public interface of the engine.
+ *
+ * An mc_engine owns threads, kernels, files and memory accounting. Blocks (mc_linear, mc_attn,
+ * mc_delta, mc_moe) are weights bound once from byte ranges of files; they are immutable and may be
+ * used by any number of sessions. An mc_session is all mutable state of one sequence. An mc_step
+ * moves one or more sessions forward together and either commits or leaves all of them unchanged.
+ *
+ * Conventions
+ *   - Every fallible call returns int: 0 or a positive count is success, a negative MC_E... a
+ *     failure. The last argument, mc_error *err, may be NULL; otherwise it holds the reason.
+ *   - *_create writes an owned handle, released by *_free. *_free(NULL) does nothing. A child keeps
+ *     its parents alive, so handles may be freed in any order.
+ *   - Activations are float32, row-major (n_tok, hidden). Sizes are bytes, positions are tokens.
+ *   - Calls on different sessions may come from different threads: the engine runs them one after
+ *     the other. Two steps that hold one session: the second gets MC_EBUSY. A call in a forked
+ *     child gets MC_EFORK. Nothing here prints, exits, reads the environment or keeps globals.
+ *   - Files are hostile input: every range is checked against the file's size when it is bound.
+ *
+ * What lies between the two markers is read by cffi: declarations only, no preprocessor.
+ */
+#ifndef MOSAIC_C_H
+#define MOSAIC_C_H
+#include <stdint.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+/* cffi begin */
+
+/* ---- errors ---------------------------------------------------------------------------------- */
+
+enum {
+    MC_OK = 0,
+    MC_EINVAL = -1,  /* an argument or description makes no sense */
+    MC_ENOMEM = -2,  /* the system refused memory */
+    MC_EBUDGET = -3, /* the memory budget would be exceeded */
+    MC_EIO = -4,     /* a read or write failed, or a file is shorter than it must be */
+    MC_EFORMAT = -5, /* bytes that break their format */
+    MC_ERANGE = -6,  /* an index or id outside its range */
+    MC_EFULL = -7,   /* no room left in the context or the page pool */
+    MC_EBUSY = -8,   /* the session is in another step */
+    MC_EFORK = -9,   /* called in a forked child */
+    MC_ECANCEL = -10, /* mc_engine_cancel was called */
+    MC_ESYS = -11     /* another system call failed; see mc_error.sys */
+};
+
+typedef struct mc_error {
+    int32_t code;      /* MC_E... */
+    int32_t sys;       /* errno, 0 when no system call was involved */
+    char message[496]; /* one line: what, where, expected, got */
+} mc_error;
+
+/* "MC_EIO" and "read or write failed"; never NULL. */
+const char *mc_status_name(int code);
+const char *mc_status_text(int code);
+
+/* ---- tensors in files ------------------------------------------------------------------------ */
+
+enum { MC_F32 = 0, MC_BF16 = 1, MC_F16 = 2, MC_F8E4M3 = 3 };
+
+/* A matrix (rows, cols), row-major, at any byte offset of a file. A vector has rows 1.
+ * MC_F8E4M3 needs a scale matrix (ceil(rows/128), ceil(cols/128)) of MC_F32 or MC_BF16 whose values
+ * multiply; the other types have none (scale_file -1). file -1: the tensor is absent. */
+typedef struct mc_tensor {
+    int32_t file, dtype;
+    int64_t offset, rows, cols;
+    int32_t scale_file, scale_dtype;
+    int64_t scale_offset;
+} mc_tensor;
+
+/* One expert: gate and up (width, hidden), down (hidden, width). */
+typedef struct mc_expert {
+    mc_tensor gate, up, down;
+} mc_expert;
+
+/* ---- engine ---------------------------------------------------------------------------------- */
+
+typedef struct mc_engine mc_engine;
+
+enum { MC_IO_AUTO = 0, MC_IO_PREAD = 1, MC_IO_DIRECT = 2 };
+
+typedef struct mc_engine_opts {
+    int32_t threads;   /* compute threads, 1..256 */
+    int32_t lanes;     /* reader threads, 1..64; 0: 2 for direct, 4 for pread */
+    int32_t io;        /* MC_IO_... */
+    int64_t budget;    /* bytes the engine may allocate in all; 0: no limit */
+    const char *isa;   /* kernel set by name ("scalar", "avx2"); NULL: the best this CPU runs */
+} mc_engine_opts;
+
+int mc_engine_create(const mc_engine_opts *opts, mc_engine **out, mc_error *err);
+void mc_engine_free(mc_engine *e);
+/* Opens a file for reading and returns its id (>= 0). With MC_IO_AUTO a file system that refuses
+ * direct reads is read buffered; mc_stats says how many files are read each way. */
+int mc_engine_file(mc_engine *e, const char *path, mc_error *err);
+/* Makes the step in progress end with MC_ECANCEL at its next layer or expert (on = 1); on = 0
+ * clears it. Safe from any thread and from a signal handler. */
+void mc_engine_cancel(mc_engine *e, int on);
+/* The names of the kernel sets that this CPU can run, best first, separated by spaces. */
+const char *mc_engine_isas(void);
+/* Features of this CPU and OS as words ("avx2 fma f16c ..."). */
+const char *mc_engine_cpu(void);
+
+enum { MC_MEM_WEIGHTS = 0, MC_MEM_CACHE = 1, MC_MEM_STATE = 2, MC_MEM_SCRATCH = 3, MC_MEM_META = 4,
+       MC_MEM_KINDS = 5 };
+
+typedef struct mc_stats {
+    int64_t mem_now[5], mem_peak[5];      /* bytes by MC_MEM_... */
+    int64_t budget;
+    int64_t hits, misses, evictions;      /* distinct experts per layer and step */
+    int64_t reads, bytes_read;            /* expert reads: requests and bytes taken from files */
+    int64_t expert_rows;                  /* token-expert pairs computed */
+    double read_s;                        /* sum over lanes of time inside reads */
+    double wait_s;                        /* compute standing still for reads */
+    double moe_s;                         /* time inside mc_moe_forward */
+    int64_t slots;                        /* cache capacity now, in experts */
+    int64_t slab_bytes;
+    int32_t threads, threads_ran;         /* compute threads; how many of them took work so far */
+    int32_t lanes, lanes_ran;
+    int32_t files_direct, files_pread;
+    const char *isa;                      /* static */
+    const char *policy;                   /* static; NULL before a store exists */
+} mc_stats;
+
+int mc_engine_stats(mc_engine *e, mc_stats *out, mc_error *err);
+
+/* ---- linear ---------------------------------------------------------------------------------- */
+
+typedef struct mc_linear mc_linear;
+
+/* Binds a matrix. resident 1: read into memory now; 0: only mc_linear_rows works, and each row is
+ * read when asked for (a large embedding table). */
+int mc_linear_create(mc_engine *e, const mc_tensor *w, int resident, mc_linear **out,
+                     mc_error *err);
+void mc_linear_free(mc_linear *l);
+/* y (n_tok, rows) = x (n_tok, cols) * W^T. */
+int mc_linear_forward(mc_linear *l, const float *x, int64_t n_tok, float *y, mc_error *err);
+/* y (n, cols) = decoded rows ids[0..n); an id outside the matrix is MC_ERANGE. */
+int mc_linear_rows(mc_linear *l, const int32_t *ids, int64_t n, float *y, mc_error *err);
+/* y (n, rows) = norm(x at the rows pick[0..n) of (.., cols)) * W^T, the logits of the picked
+ * tokens. norm: vector of cols, plus_one as in mc_norm. */
+typedef struct mc_norm {
+    mc_tensor weight;  /* absent: no norm */
+    int32_t plus_one;  /* the stored weight is w of (1 + w) */
+    float eps;
+} mc_norm;
+typedef struct mc_head mc_head;
+int mc_head_create(mc_engine *e, const mc_norm *norm, mc_linear *w, int64_t max_tok, mc_head **out,
+                   mc_error *err);
+void mc_head_free(mc_head *h);
+int mc_head_forward(mc_head *h, const float *x, const int32_t *pick, int64_t n, float *y,
+                    mc_error *err);
+
+/* ---- sessions -------------------------------------------------------------------------------- */
+
+typedef struct mc_kv mc_kv;
+typedef struct mc_session mc_session;
+typedef struct mc_step mc_step;
+
+/* Shape of the mutable state of one sequence, and of the pool that holds KV pages of all of them. */
+typedef struct mc_kv_desc {
+    int32_t n_attn;              /* full-attention layers */
+    int32_t n_kv_head, head_dim;
+    int32_t dtype;               /* MC_F32 or MC_BF16 */
+    int64_t ctx;                 /* tokens a session may hold */
+    int64_t pages;               /* pages in the pool; 0: enough for one session of ctx tokens */
+    int32_t n_delta;             /* linear-attention layers */
+    int32_t conv_dim, conv_kernel;
+    int32_t n_v_head, dk, dv;    /* recurrent state (n_v_head, dk, dv) a layer */
+} mc_kv_desc;
+
+enum { MC_PAGE_TOKENS = 64 };
+
+int mc_kv_create(mc_engine *e, const mc_kv_desc *d, mc_kv **out, mc_error *err);
+void mc_kv_free(mc_kv *kv);
+/* Bytes of the page pool, and of one session's state (both copies, page table included). */
+int64_t mc_kv_pool_bytes(const mc_kv_desc *d);
+int64_t mc_kv_session_bytes(const mc_kv_desc *d);
+
+int mc_session_create(mc_kv *kv, mc_session **out, mc_error *err);
+void mc_session_free(mc_session *s);
+int64_t mc_session_position(const mc_session *s);
+/* Keeps the state at the present position, so that mc_session_rewind can return to it. */
+int mc_session_snapshot(mc_session *s, mc_error *err);
+/* Back to position n: any n <= position for a model without recurrent state, otherwise 0, the
+ * present position or that of a kept snapshot (MC_ERANGE names those kept). Later snapshots go. */
+int mc_session_rewind(mc_session *s, int64_t n, mc_error *err);
+/* An independent copy; full KV pages are shared until one of the two writes. */
+int mc_session_fork(mc_session *s, mc_session **out, mc_error *err);
+/* The file holds KV, conv and recurrent state, position, `meta` bytes of the caller and a CRC;
+ * written beside and renamed. model: 32 bytes that identify the weights. */
+int mc_session_save(mc_session *s, const char *path, const uint8_t *model, const void *meta,
+                    int64_t n_meta, mc_error *err);
+/* Reads a saved session into a new one. meta: room for n_meta bytes; returns the bytes of meta
+ * (MC_ERANGE when the room is too small). Another model, version, shape or a damaged file:
+ * MC_EFORMAT. */
+int64_t mc_session_load(mc_kv *kv, const char *path, const uint8_t *model, void *meta,
+                        int64_t n_meta, mc_session **out, mc_error *err);
+
+/* A step: begin, then for each chunk of tokens mc_step_chunk followed by every layer in order, then
+ * commit. Until the commit the sessions stand where they stood; mc_step_abort (or the next begin,
+ * or free) drops the work. */
+int mc_step_create(mc_engine *e, mc_step **out, mc_error *err);
+void mc_step_free(mc_step *st);
+int mc_step_begin(mc_step *st, mc_session *const *sessions, int32_t n, mc_error *err);
+/* The next chunk: counts[i] >= 0 tokens of session i; the activations of all are concatenated in
+ * that order. MC_EFULL when a session's context or the pool has no room. */
+int mc_step_chunk(mc_step *st, const int64_t *counts, mc_error *err);
+int mc_step_commit(mc_step *st, mc_error *err);
+void mc_step_abort(mc_step *st);
+
+/* ---- full attention -------------------------------------------------------------------------- */
+
+typedef struct mc_attn mc_attn;
+
+typedef struct mc_attn_desc {
+    int32_t layer;                       /* index among the attention layers of the mc_kv */
+    int32_t hidden, n_head, n_kv_head, head_dim;
+    int32_t rope_dim;                    /* leading dims rotated, half-split pairs (i, i + d/2) */
+    double rope_theta;
+    int32_t gate;                        /* q rows are, per head, head_dim of q then of gate */
+    int64_t ctx, max_tok;                /* tokens a session may hold; tokens a chunk may hold */
+    mc_norm norm, q_norm, k_norm;        /* input; per head, absent where the family has none */
+    mc_tensor q, k, v, o;                /* q: (n_head * head_dim * (1 + gate), hidden) */
+    mc_tensor q_bias, k_bias, v_bias, o_bias; /* vectors or absent */
+} mc_attn_desc;
+
+int mc_attn_create(mc_engine *e, const mc_attn_desc *d, mc_attn **out, mc_error *err);
+void mc_attn_free(mc_attn *a);
+/* x (n_tok, hidden) += mixer(norm(x)) for the step's chunk. */
+int mc_attn_forward(mc_attn *a, mc_step *st, float *x, mc_error *err);
+int64_t mc_attn_scratch(const mc_attn_desc *d, int32_t threads);
+/* inv_freq (dim/2) and cos, sin (dim/2) at a position, as the attention uses them. */
+int mc_rope_table(double theta, int32_t dim, int64_t pos, float *inv_freq, float *c, float *s);
+
+/* ---- gated delta rule ------------------------------------------------------------------------ */
+
+typedef struct mc_delta mc_delta;
+
+/* Gated DeltaNet as in Qwen3.5 (transformers modeling_qwen3_5_moe): conv over [q | k | v]. */
+typedef struct mc_delta_desc {
+    int32_t layer;                       /* index among the linear layers of the mc_kv */
+    int32_t hidden, n_k_head, n_v_head, dk, dv, conv_kernel;
+    int64_t max_tok;
+    mc_norm norm;                        /* input */
+    mc_tensor qkv;                       /* (2 * n_k_head * dk + n_v_head * dv, hidden) */
+    mc_tensor z;                         /* (n_v_head * dv, hidden) */
+    mc_tensor b, a;                      /* (n_v_head, hidden) */
+    mc_tensor conv;                      /* (conv_dim, kernel) */
+    mc_tensor a_log, dt_bias;            /* vectors of n_v_head */
+    mc_norm out_norm;                    /* vector of dv, then gated by silu(z) */
+    mc_tensor out;                       /* (hidden, n_v_head * dv) */
+} mc_delta_desc;
+
+int mc_delta_create(mc_engine *e, const mc_delta_desc *d, mc_delta **out, mc_error *err);
+void mc_delta_free(mc_delta *d);
+int mc_delta_forward(mc_delta *d, mc_step *st, float *x, mc_error *err);
+int64_t mc_delta_scratch(const mc_delta_desc *d);
+
+/* ---- mixture of experts ---------------------------------------------------------------------- */
+
+typedef struct mc_store mc_store;
+typedef struct mc_moe mc_moe;
+
+enum { MC_POLICY_AUTO = 0, MC_POLICY_LFU = 1, MC_POLICY_LRU = 2, MC_POLICY_LAYER_LRU = 3,
+       MC_POLICY_BELADY = 4 /* replay only: it knows the future */ };
+
+/* The experts of all layers on disk, and the cache of some of them in memory. Layers are bound by
+ * mc_moe_create; then mc_store_open sizes the arena once. */
+int mc_store_create(mc_engine *e, int32_t n_layer, int32_t n_expert, int32_t top_k, int32_t policy,
+                    mc_store **out, mc_error *err);
+void mc_store_free(mc_store *s);
+/* Memory of one slab that can hold any of the experts: the block-aligned superset of their ranges;
+ * with 128 B-aligned scales apart in *scale_bytes (resident for every expert). Pure. */
+int64_t mc_expert_slab(const mc_expert *experts, int64_t n, int64_t *scale_bytes);
+/* slots: experts the cache may hold: in all, or per layer for MC_POLICY_LAYER_LRU. Allocates
+ * slots + transit slabs (as many as lanes). Under the hard floor (top_k slots, or 1 per layer):
+ * MC_EBUDGET. */
+int mc_store_open(mc_store *s, int64_t slots, mc_error *err);
+/* Changes the capacity of an open store, down to the floor and up to what it was opened with. */
+int mc_store_resize(mc_store *s, int64_t slots, mc_error *err);
+
+typedef struct mc_moe_desc {
+    int32_t layer;                       /* index among the MoE layers of the store */
+    int32_t hidden, n_expert, top_k;     /* n_expert 0: a dense layer, the shared expert alone */
+    int32_t width, shared_width;         /* 0: no shared expert */
+    int32_t renormalise;                 /* divide the top-k weights by their sum */
+    int64_t max_tok;
+    mc_norm norm;
+    mc_tensor router;                    /* (n_expert, hidden), softmax over all experts */
+    mc_expert shared;                    /* resident */
+    mc_tensor shared_gate;               /* (1, hidden), sigmoid; absent: weight 1 */
+} mc_moe_desc;
+
+/* experts: n_expert of them (read during the call); store NULL and experts NULL for a dense layer. */
+int mc_moe_create(mc_engine *e, mc_store *s, const mc_moe_desc *d, const mc_expert *experts,
+                  mc_moe **out, mc_error *err);
+void mc_moe_free(mc_moe *m);
+/* x (n_tok, hidden) += moe(norm(x)). routed: NULL, or room for (n_tok, top_k) expert ids, best
+ * first. */
+int mc_moe_forward(mc_moe *m, mc_step *st, float *x, int32_t *routed, mc_error *err);
+int64_t mc_moe_scratch(const mc_moe_desc *d);
+
+/* ---- cache policy on a trace, no model ------------------------------------------------------- */
+
+/* Replays n_line lines; line i is layer[i] and ids[start[i] .. start[i+1]), a new token begins
+ * where token[i] differs from token[i-1]. slots as in mc_store_open. Experts of a line touch the
+ * cache in the order given. hits, misses: totals. */
+int mc_policy_replay(int32_t policy, int32_t n_layer, int32_t n_expert, int64_t slots,
+                     int64_t n_line, const int32_t *layer, const int64_t *token,
+                     const int64_t *start, const int32_t *ids, int64_t *hits, int64_t *misses,
+                     mc_error *err);
+
+/* ---- decoding, for tests and tools ----------------------------------------------------------- */
+
+/* n values of a plain dtype (F8E4M3 without scale) to float32, exactly. */
+int mc_decode(int32_t dtype, const void *src, int64_t n, float *dst, mc_error *err);
+/* y (n_tok, rows) = x * W^T by the named kernel set; w, scale in memory. For tests. */
+int mc_gemm(const char *isa, int32_t dtype, const void *w, int32_t scale_dtype, const void *scale,
+            int64_t rows, int64_t cols, const float *x, int64_t n_tok, float *y, mc_error *err);
+
+/* cffi end */
+#ifdef __cplusplus
+}
+#endif
+#endif

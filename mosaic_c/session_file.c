@@ -1,0 +1,227 @@
+/* session_file.c - a session in a file: everything or nothing.
+ *
+ *   | header, 168 bytes | meta | conv and recurrent state | KV pages | CRC-32C of all before |
+ *
+ * Little-endian. Pages are stored whole; what lies past the position in the last one is never read.
+ * A file is written beside its name and renamed when it is complete and on disk. */
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "crc.h"
+#include "session.h"
+
+#define VERSION 1
+
+typedef struct header {
+    char magic[8]; /* "MCSESS\n\0" */
+    uint32_t version, header_bytes;
+    uint8_t model[32];
+    int64_t shape[12]; /* of mc_kv_desc, see fill_shape */
+    int64_t pos, n_page, n_meta;
+} header;
+
+_Static_assert(sizeof(header) == 168, "session header");
+
+static void fill_shape(const mc_kv *kv, int64_t *s) {
+    const mc_kv_desc *d = &kv->d;
+    const int64_t v[12] = {d->n_attn,     d->n_kv_head,   d->head_dim, d->dtype,
+                           d->n_delta,    d->conv_dim,    d->conv_kernel, d->n_v_head,
+                           d->dk,         d->dv,          MC_PAGE_TOKENS, kv->state_floats};
+    memcpy(s, v, sizeof v);
+}
+
+/* ---- writing ---- */
+
+typedef struct file {
+    int fd;
+    const char *path;
+    int64_t at; /* bytes so far */
+    mci_crc crc;
+} file;
+
+static int put(file *f, const void *data, int64_t n, mc_error *err) {
+    const uint8_t *p = data;
+    mci_crc_add(&f->crc, data, n);
+    while (n > 0) {
+        ssize_t k = write(f->fd, p, (size_t)MCI_MIN(n, 1 << 26));
+        if (k < 0 && errno == EINTR) continue;
+        if (k <= 0)
+            return mci_fail(err, MC_EIO, errno, "%s: write at %lld failed: %s", f->path,
+                            (long long)f->at, strerror(errno));
+        p += k;
+        n -= k;
+        f->at += k;
+    }
+    return MC_OK;
+}
+
+static int write_all(mc_session *s, file *f, const header *h, const void *meta, mc_error *err) {
+    mc_kv *kv = s->kv;
+    int rc;
+    if ((rc = put(f, h, sizeof *h, err)) < 0 || (rc = put(f, meta, h->n_meta, err)) < 0 ||
+        (rc = put(f, s->state[s->cur], kv->state_floats * 4, err)) < 0)
+        return rc;
+    for (int64_t i = 0; i < h->n_page; i++)
+        if ((rc = put(f, mci_kv_page(kv, s->pages[i]), kv->page_bytes, err)) < 0) return rc;
+    uint32_t crc = f->crc.value;
+    if ((rc = put(f, &crc, 4, err)) < 0) return rc;
+    if (fsync(f->fd) < 0)
+        return mci_fail(err, MC_EIO, errno, "%s: fsync failed: %s", f->path, strerror(errno));
+    (void)posix_fadvise(f->fd, 0, 0, POSIX_FADV_DONTNEED); /* the page cache counts as ours */
+    return MC_OK;
+}
+
+int mc_session_save(mc_session *s, const char *path, const uint8_t *model, const void *meta,
+                    int64_t n_meta, mc_error *err) {
+    mc_kv *kv = s->kv;
+    header h = {.magic = "MCSESS\n", .version = VERSION, .header_bytes = sizeof h};
+    char tmp[4096];
+    int rc = mci_enter(kv->e, err), fd;
+    if (rc < 0) return rc;
+    if ((rc = mci_session_claim(s, err)) < 0) {
+        mci_leave(kv->e);
+        return rc;
+    }
+    file f = {.path = tmp};
+    if (snprintf(tmp, sizeof tmp, "%s.tmp-%ld", path, (long)getpid()) >= (int)sizeof tmp) {
+        rc = mci_fail(err, MC_EINVAL, 0, "session: path too long");
+        goto done;
+    }
+    memcpy(h.model, model, 32);
+    fill_shape(kv, h.shape);
+    h.pos = s->pos;
+    h.n_page = kv->d.n_attn ? (s->pos + MC_PAGE_TOKENS - 1) / MC_PAGE_TOKENS : 0;
+    h.n_meta = n_meta;
+    mci_crc_init(&f.crc);
+    fd = f.fd = open(tmp, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    if (fd < 0) {
+        rc = mci_fail(err, MC_EIO, errno, "%s: cannot create: %s", tmp, strerror(errno));
+        goto done;
+    }
+    rc = write_all(s, &f, &h, meta, err);
+    if (close(fd) < 0 && rc == MC_OK)
+        rc = mci_fail(err, MC_EIO, errno, "%s: close failed: %s", tmp, strerror(errno));
+    if (rc == MC_OK && rename(tmp, path) < 0)
+        rc = mci_fail(err, MC_EIO, errno, "%s: cannot rename: %s", path, strerror(errno));
+    if (rc < 0) unlink(tmp);
+done:
+    atomic_store(&s->busy, 0);
+    mci_leave(kv->e);
+    return rc;
+}
+
+/* ---- reading ---- */
+
+static int get(file *f, void *data, int64_t n, mc_error *err) {
+    uint8_t *p = data;
+    int64_t left = n;
+    while (left > 0) {
+        ssize_t k = read(f->fd, p, (size_t)MCI_MIN(left, 1 << 26));
+        if (k < 0 && errno == EINTR) continue;
+        if (k <= 0)
+            return mci_fail(err, k < 0 ? MC_EIO : MC_EFORMAT, k < 0 ? errno : 0,
+                            "%s: wanted %lld bytes at %lld, got %lld", f->path, (long long)n,
+                            (long long)f->at, (long long)(n - left));
+        p += k;
+        left -= k;
+    }
+    f->at += n;
+    mci_crc_add(&f->crc, data, n);
+    return MC_OK;
+}
+
+static int check_header(const mc_kv *kv, const header *h, const uint8_t *model, int64_t size,
+                        const char *path, mc_error *err) {
+    int64_t shape[12], want;
+    if (memcmp(h->magic, "MCSESS\n", 8))
+        return mci_fail(err, MC_EFORMAT, 0, "%s: not a session file", path);
+    if (h->version != VERSION || h->header_bytes != sizeof *h)
+        return mci_fail(err, MC_EFORMAT, 0, "%s: session format version: expected %d, got %u", path,
+                        VERSION, h->version);
+    if (memcmp(h->model, model, 32))
+        return mci_fail(err, MC_EFORMAT, 0, "%s: saved from another model", path);
+    fill_shape(kv, shape);
+    if (memcmp(h->shape, shape, sizeof shape))
+        return mci_fail(err, MC_EFORMAT, 0,
+                        "%s: saved with another state shape (KV dtype %s, here %s); open the model "
+                        "as it was when saved",
+                        path, h->shape[3] == MC_F32 ? "f32" : "bf16",
+                        kv->d.dtype == MC_F32 ? "f32" : "bf16");
+    if (h->pos < 0 || h->pos > kv->d.ctx)
+        return mci_fail(err, MC_EFULL, 0, "%s: holds %lld tokens, the context is %lld", path,
+                        (long long)h->pos, (long long)kv->d.ctx);
+    if (h->n_page != (kv->d.n_attn ? (h->pos + MC_PAGE_TOKENS - 1) / MC_PAGE_TOKENS : 0) ||
+        h->n_meta < 0 || h->n_meta > size)
+        return mci_fail(err, MC_EFORMAT, 0, "%s: damaged header", path);
+    want = (int64_t)sizeof *h + h->n_meta + kv->state_floats * 4 + h->n_page * kv->page_bytes + 4;
+    if (size != want)
+        return mci_fail(err, MC_EFORMAT, 0, "%s: expected %lld bytes, the file has %lld", path,
+                        (long long)want, (long long)size);
+    return MC_OK;
+}
+
+static int read_all(mc_session *s, file *f, const uint8_t *model, void *meta, int64_t room,
+                    int64_t *n_meta, mc_error *err) {
+    mc_kv *kv = s->kv;
+    struct stat st;
+    header h;
+    uint32_t want, crc;
+    int rc;
+    if (fstat(f->fd, &st) < 0)
+        return mci_fail(err, MC_EIO, errno, "%s: %s", f->path, strerror(errno));
+    if ((rc = get(f, &h, sizeof h, err)) < 0 ||
+        (rc = check_header(kv, &h, model, st.st_size, f->path, err)) < 0)
+        return rc;
+    if (h.n_meta > room)
+        return mci_fail(err, MC_ERANGE, 0, "%s: meta of %lld bytes, room for %lld", f->path,
+                        (long long)h.n_meta, (long long)room);
+    if ((rc = get(f, meta, h.n_meta, err)) < 0 ||
+        (rc = get(f, s->state[s->cur], kv->state_floats * 4, err)) < 0)
+        return rc;
+    for (int64_t i = 0; i < h.n_page; i++) {
+        int32_t page = mci_kv_take(kv);
+        if (page < 0)
+            return mci_fail(err, MC_EFULL, 0, "%s: KV pool full: %lld pages wanted", f->path,
+                            (long long)h.n_page);
+        s->pages[s->n_page++] = page;
+        if ((rc = get(f, mci_kv_page(kv, page), kv->page_bytes, err)) < 0) return rc;
+    }
+    want = f->crc.value;
+    if ((rc = get(f, &crc, 4, err)) < 0) return rc;
+    if (crc != want)
+        return mci_fail(err, MC_EFORMAT, 0, "%s: damaged: CRC expected %08x, got %08x", f->path, crc,
+                        want);
+    (void)posix_fadvise(f->fd, 0, 0, POSIX_FADV_DONTNEED);
+    s->pos = h.pos;
+    *n_meta = h.n_meta;
+    return MC_OK;
+}
+
+int64_t mc_session_load(mc_kv *kv, const char *path, const uint8_t *model, void *meta,
+                        int64_t n_meta, mc_session **out, mc_error *err) {
+    mc_session *s = NULL;
+    int64_t got = 0;
+    int rc = mci_enter(kv->e, err);
+    *out = NULL;
+    if (rc < 0) return rc;
+    file f = {.path = path};
+    mci_crc_init(&f.crc);
+    f.fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a FIFO must not hang us */
+    if (f.fd < 0) {
+        rc = mci_fail(err, MC_EIO, errno, "%s: cannot open: %s", path, strerror(errno));
+        goto done;
+    }
+    if ((rc = mci_session_new(kv, &s, err)) < 0) goto done;
+    if ((rc = read_all(s, &f, model, meta, n_meta, &got, err)) < 0)
+        mci_session_drop(s);
+    else
+        *out = s;
+done:
+    if (f.fd >= 0) close(f.fd);
+    mci_leave(kv->e);
+    return rc < 0 ? rc : got;
+}

@@ -1,0 +1,491 @@
+/* store.c - the slabs of memory that hold some of the experts.
+ *
+ * An item is layer * n_expert + expert. The policy decides, the store obeys: an item is resident
+ * exactly when the policy holds it, except between mci_store_begin and mci_store_end, when reads
+ * may still be on their way.
+ *
+ * Why no line can get stuck, for any capacity: there are `lanes` slabs more than the policy may
+ * hold, and every slab belongs to a resident item, or to an expert of the line that is being read,
+ * ready or taken. The last ones give theirs back when they are done, so whenever nothing of the
+ * line is under way a slab is free for its next miss. */
+#include "store.h"
+
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include "expert.h"
+#include "policy.h"
+
+enum {
+    QUEUE = 64,            /* reads queued at once: enough that lanes never starve */
+    HUGE_PAGE = 2 << 20,
+    OWN_MAPPING = 1 << 20, /* mci_alloc aligns memory of this size to huge pages */
+    NONE = -1
+};
+
+enum { WAITING, READING, READY, TAKEN, DONE, FAILED };
+
+/* One expert of the line being served. */
+typedef struct entry {
+    int32_t expert, slab;
+    uint8_t state;
+    bool keep; /* the policy holds it when the line is over */
+} entry;
+
+enum { WARM = 1, USED = 2 }; /* flags of a slab: its pages exist; scratch of settle() */
+
+struct mc_store {
+    _Atomic int64_t refs;
+    mc_engine *e;
+    int32_t n_layer, n_expert, top_k, kind;
+    void *tables; /* one allocation: */
+    int64_t table_bytes;
+    mci_experts *layers; /* (n_layer) */
+    mci_expert_ref *ref; /* (n_layer * n_expert) */
+    int32_t *slab_of;    /* (n_layer * n_expert) of resident items, or NONE */
+    int64_t *gone;       /* (n_layer) scratch of resize */
+
+    /* set by open */
+    mci_policy *policy;
+    int64_t slots, slots_max; /* as asked: in all, or per layer */
+    int64_t slab_bytes;
+    int32_t n_slab, n_free;
+    uint8_t *arena;
+    void *arena_mem, *slab_mem;
+    int64_t arena_bytes, slab_mem_bytes;
+    mci_read *reads, *spare;
+    int32_t *free_slab; /* (n_slab) stack */
+    uint8_t *flags;     /* (n_slab) */
+
+    /* the line */
+    bool active, failed;
+    mc_error error;
+    int32_t layer, n_line, next_wait, reading, ready_head, ready_tail;
+    entry *line;      /* (n_expert) */
+    int32_t *ready;   /* (n_expert) indices in order of arrival */
+    int32_t *place;   /* (n_expert) index in the line, or NONE */
+    mci_touch *touch; /* (n_expert) */
+};
+
+/* ---- create, bind ---------------------------------------------------------------------------- */
+
+/* All tables in one block, widest elements first so that each is aligned. */
+static int alloc_tables(mc_store *s, mc_error *err) {
+    int64_t items = (int64_t)s->n_layer * s->n_expert, L = s->n_layer, E = s->n_expert;
+    s->table_bytes = L * (int64_t)(sizeof *s->layers + sizeof *s->gone) +
+                     items * (int64_t)(sizeof *s->ref + sizeof *s->slab_of) +
+                     E * (int64_t)(sizeof *s->touch + sizeof *s->line + 2 * sizeof *s->place);
+    int rc = mci_alloc(&s->e->mem, MC_MEM_META, s->table_bytes, "expert table", &s->tables, err);
+    if (rc < 0) return rc;
+    s->layers = s->tables;
+    s->ref = (mci_expert_ref *)(s->layers + L);
+    s->gone = (int64_t *)(s->ref + items);
+    s->touch = (mci_touch *)(s->gone + L);
+    s->line = (entry *)(s->touch + E);
+    s->ready = (int32_t *)(s->line + E);
+    s->place = s->ready + E;
+    s->slab_of = s->place + E;
+    for (int64_t i = 0; i < E; i++) s->place[i] = NONE;
+    for (int64_t i = 0; i < items; i++) s->slab_of[i] = NONE;
+    return MC_OK;
+}
+
+int mc_store_create(mc_engine *e, int32_t n_layer, int32_t n_expert, int32_t top_k, int32_t policy,
+                    mc_store **out, mc_error *err) {
+    int64_t items;
+    mc_store *s;
+    int rc;
+    *out = NULL;
+    if (n_layer < 1 || n_expert < 1 || top_k < 1 || top_k > n_expert ||
+        !mci_mul(n_layer, n_expert, &items) || items > INT32_MAX)
+        return mci_fail(err, MC_EINVAL, 0, "store: impossible shape: %d layers, %d experts, top %d",
+                        n_layer, n_expert, top_k);
+    if (!mci_policy_name(policy) || policy == MC_POLICY_BELADY)
+        return mci_fail(err, MC_EINVAL, 0, "store: unknown cache policy %d", policy);
+    if ((rc = mci_enter(e, err)) < 0) return rc;
+    if (!(s = calloc(1, sizeof *s))) {
+        rc = mci_fail(err, MC_ENOMEM, 0, "store: out of memory");
+        goto done;
+    }
+    atomic_init(&s->refs, 1);
+    s->e = e;
+    s->n_layer = n_layer;
+    s->n_expert = n_expert;
+    s->top_k = top_k;
+    s->kind = policy;
+    if ((rc = alloc_tables(s, err)) < 0) {
+        free(s);
+        goto done;
+    }
+    mci_engine_retain(e);
+    e->stats.policy = mci_policy_name(policy);
+    *out = s;
+done:
+    mci_leave(e);
+    return rc;
+}
+
+static void close_arena(mc_store *s) {
+    mci_policy_free(s->policy);
+    mci_release(&s->e->mem, MC_MEM_META, s->slab_mem, s->slab_mem_bytes);
+    mci_release(&s->e->mem, MC_MEM_CACHE, s->arena_mem, s->arena_bytes);
+    s->policy = NULL;
+    s->slab_mem = s->arena_mem = NULL;
+}
+
+void mci_store_retain(mc_store *s) { atomic_fetch_add(&s->refs, 1); }
+
+void mci_store_release(mc_store *s) {
+    if (!s || atomic_fetch_sub(&s->refs, 1) != 1) return;
+    mc_engine *e = s->e;
+    close_arena(s);
+    for (int32_t i = 0; i < s->n_layer; i++) mci_experts_free(e, &s->layers[i]);
+    mci_release(&e->mem, MC_MEM_META, s->tables, s->table_bytes);
+    free(s);
+    mci_engine_release(e);
+}
+
+void mc_store_free(mc_store *s) { mci_store_release(s); }
+
+int32_t mci_store_top_k(const mc_store *s) { return s->top_k; }
+
+int mci_store_bind(mc_store *s, int32_t layer, int32_t hidden, int32_t width,
+                   const mc_expert *experts, mc_error *err) {
+    if (layer < 0 || layer >= s->n_layer)
+        return mci_fail(err, MC_ERANGE, 0, "store: layer %d of %d", layer, s->n_layer);
+    mci_experts *x = &s->layers[layer];
+    if (s->policy || x->slab_bytes)
+        return mci_fail(err, MC_EINVAL, 0, "store: layer %d: %s", layer,
+                        x->slab_bytes ? "bound before" : "the store is open");
+    if (hidden < 1 || width < 1)
+        return mci_fail(err, MC_EINVAL, 0, "store: layer %d: hidden %d, width %d", layer, hidden,
+                        width);
+    *x = (mci_experts){.ref = s->ref + (int64_t)layer * s->n_expert, .n = s->n_expert,
+                       .hidden = hidden, .width = width};
+    return mci_experts_bind(s->e, x, layer, experts, err);
+}
+
+/* ---- open, resize ---------------------------------------------------------------------------- */
+
+static bool per_layer(const mc_store *s) { return s->kind == MC_POLICY_LAYER_LRU; }
+
+/* Experts the cache may hold in all. */
+static int64_t capacity(const mc_store *s, int64_t slots) {
+    return per_layer(s) ? slots * s->n_layer : slots;
+}
+
+static int check_slots(const mc_store *s, int64_t slots, mc_error *err) {
+    int64_t floor = per_layer(s) ? 1 : s->top_k;
+    if (slots >= floor) return MC_OK;
+    return mci_fail(err, MC_EBUDGET, 0,
+                    "expert cache: %lld slots%s given, at least %lld needed (%s)", (long long)slots,
+                    per_layer(s) ? " per layer" : "", (long long)floor,
+                    per_layer(s) ? "one per layer" : "the experts of one token in one layer");
+}
+
+static int open_arena(mc_store *s, int64_t slots, mc_error *err) {
+    mci_mem *mem = &s->e->mem;
+    int64_t n = capacity(s, slots) + mci_io_lanes(s->e->io), bytes;
+    int64_t queue = MCI_MIN(MCI_MIN(n, s->n_expert), MCI_MAX(QUEUE, 2 * mci_io_lanes(s->e->io)));
+    int rc = mci_policy_create(mem, s->kind, s->n_layer, s->n_expert, slots, &s->policy, err);
+    if (rc < 0) return rc;
+    s->slab_mem_bytes = queue * (int64_t)sizeof *s->reads +
+                        n * (int64_t)(sizeof *s->free_slab + sizeof *s->flags);
+    rc = mci_alloc(mem, MC_MEM_META, s->slab_mem_bytes, "slab table", &s->slab_mem, err);
+    if (rc < 0) return rc;
+    if (!mci_mul(n, s->slab_bytes, &bytes))
+        return mci_fail(err, MC_EBUDGET, 0, "expert cache: %lld slots of %lld bytes", (long long)n,
+                        (long long)s->slab_bytes);
+    if (bytes < OWN_MAPPING) bytes += MCI_IO_BLOCK; /* room to align: it may start anywhere */
+    rc = mci_alloc(mem, MC_MEM_CACHE, bytes, "expert cache", &s->arena_mem, err);
+    if (rc < 0) return rc;
+    s->arena_bytes = bytes;
+    s->arena = s->arena_mem;
+    s->arena += -(uintptr_t)s->arena % MCI_IO_BLOCK;
+    s->n_slab = (int32_t)n;
+    s->slots = s->slots_max = slots;
+    s->reads = s->slab_mem;
+    s->free_slab = (int32_t *)(s->reads + queue);
+    s->flags = (uint8_t *)(s->free_slab + n);
+    s->spare = NULL;
+    for (int64_t i = 0; i < queue; i++) {
+        s->reads[i].next = s->spare;
+        s->spare = &s->reads[i];
+    }
+    s->n_free = 0;
+    for (int32_t i = s->n_slab; i-- > 0;) s->free_slab[s->n_free++] = i;
+    return MC_OK;
+}
+
+int mc_store_open(mc_store *s, int64_t slots, mc_error *err) {
+    int64_t most = per_layer(s) ? s->n_expert : (int64_t)s->n_layer * s->n_expert, slab = 0;
+    int rc = mci_enter(s->e, err);
+    if (rc < 0) return rc;
+    if (s->policy) rc = mci_fail(err, MC_EINVAL, 0, "store: it is open already");
+    for (int32_t i = 0; i < s->n_layer && rc == MC_OK; i++) {
+        if (!s->layers[i].slab_bytes)
+            rc = mci_fail(err, MC_EINVAL, 0, "store: layer %d of %d is not bound", i, s->n_layer);
+        slab = MCI_MAX(slab, s->layers[i].slab_bytes);
+    }
+    if (rc == MC_OK) rc = check_slots(s, slots, err);
+    if (rc == MC_OK) {
+        s->slab_bytes = slab;
+        rc = open_arena(s, MCI_MIN(slots, most), err); /* more than all experts is all of them */
+        if (rc < 0) close_arena(s);
+    }
+    if (rc == MC_OK) {
+        s->e->stats.slots = capacity(s, s->slots);
+        s->e->stats.slab_bytes = slab;
+    }
+    mci_leave(s->e);
+    return rc;
+}
+
+static uint8_t *slab_at(const mc_store *s, int32_t slab) {
+    return s->arena + (int64_t)slab * s->slab_bytes;
+}
+
+/* After a change of capacity: residents move into the first slabs, the rest is given back to the
+ * system. Pages go back whole because what leaves is one range. */
+static void settle(mc_store *s) {
+    int64_t items = (int64_t)s->n_layer * s->n_expert;
+    int32_t limit = (int32_t)capacity(s, s->slots) + mci_io_lanes(s->e->io), low = 0;
+    for (int64_t i = 0; i < items; i++)
+        if (s->slab_of[i] != NONE) s->flags[s->slab_of[i]] |= USED;
+    for (int64_t i = 0; i < items; i++) {
+        if (s->slab_of[i] < limit) continue;
+        while (s->flags[low] & USED) low++;
+        memcpy(slab_at(s, low), slab_at(s, s->slab_of[i]), (size_t)s->slab_bytes);
+        s->flags[low] = WARM | USED;
+        s->slab_of[i] = low;
+    }
+    s->n_free = 0;
+    for (int32_t i = s->n_slab; i-- > 0;) {
+        if (i < limit && !(s->flags[i] & USED)) s->free_slab[s->n_free++] = i;
+        s->flags[i] &= (uint8_t)~USED;
+    }
+    if (limit == s->n_slab || s->arena_bytes < OWN_MAPPING) return;
+    memset(s->flags + limit, 0, (size_t)(s->n_slab - limit));
+    /* from the next huge page on: a part of one would not go back anyway */
+    uintptr_t end = (uintptr_t)slab_at(s, s->n_slab), mask = HUGE_PAGE - 1;
+    uintptr_t from = ((uintptr_t)slab_at(s, limit) + mask) & ~mask;
+    if (from < end) madvise((void *)from, end - from, MADV_DONTNEED);
+}
+
+int mc_store_resize(mc_store *s, int64_t slots, mc_error *err) {
+    int rc = mci_enter(s->e, err);
+    if (rc < 0) return rc;
+    if (!s->policy)
+        rc = mci_fail(err, MC_EINVAL, 0, "store: not open");
+    else if (s->active)
+        rc = mci_fail(err, MC_EBUSY, 0, "store: a line is being served");
+    else
+        rc = check_slots(s, slots, err);
+    if (rc == MC_OK && slots > s->slots_max)
+        rc = mci_fail(err, MC_EBUDGET, 0, "expert cache: %lld slots asked, opened with %lld",
+                      (long long)slots, (long long)s->slots_max);
+    if (rc == MC_OK) {
+        while (s->slots > slots) { /* a slot at a time: each layer loses one item at most */
+            int64_t n = mci_policy_resize(s->policy, --s->slots, s->gone);
+            for (int64_t i = 0; i < n; i++) s->slab_of[s->gone[i]] = NONE;
+            s->e->stats.evictions += n;
+        }
+        s->slots = slots;
+        mci_policy_resize(s->policy, slots, s->gone);
+        settle(s);
+        s->e->stats.slots = capacity(s, slots);
+    }
+    mci_leave(s->e);
+    return rc;
+}
+
+/* ---- the line -------------------------------------------------------------------------------- */
+
+static int64_t item_of(const mc_store *s, const entry *en) {
+    return (int64_t)s->layer * s->n_expert + en->expert;
+}
+
+static void free_slab(mc_store *s, entry *en) {
+    if (en->slab != NONE) s->free_slab[s->n_free++] = en->slab;
+    en->slab = NONE;
+}
+
+/* Backs a slab with pages before its first read: direct reads into huge pages are several times
+ * faster than into pages that appear one by one. */
+static void warm(mc_store *s, int32_t slab) {
+    uint8_t *p = slab_at(s, slab);
+    if (s->flags[slab] & WARM) return;
+    s->flags[slab] |= WARM;
+#ifdef MADV_POPULATE_WRITE
+    if (madvise(p, (size_t)s->slab_bytes, MADV_POPULATE_WRITE) == 0) return;
+#endif
+    for (int64_t i = 0; i < s->slab_bytes; i += MCI_IO_BLOCK) *(volatile uint8_t *)(p + i) = 0;
+}
+
+static void fail_line(mc_store *s, entry *en, const mc_error *error) {
+    free_slab(s, en);
+    if (en->keep) mci_policy_forget(s->policy, item_of(s, en));
+    en->keep = false;
+    en->state = FAILED;
+    if (!s->failed) s->error = *error;
+    s->failed = true;
+}
+
+/* Sends out reads of the line's misses, in order, while there are slabs to read into. */
+static void issue(mc_store *s) {
+    while (!s->failed && s->next_wait < s->n_line && s->n_free && s->spare) {
+        entry *en = &s->line[s->next_wait++];
+        if (en->state != WAITING) continue;
+        mci_layout l = mci_experts_layout(&s->layers[s->layer], en->expert);
+        mci_read *r = s->spare;
+        mc_error error;
+        s->spare = r->next;
+        en->slab = s->free_slab[--s->n_free];
+        warm(s, en->slab);
+        r->n_run = l.n_run;
+        r->tag = en - s->line;
+        for (int32_t i = 0; i < l.n_run; i++)
+            r->run[i] = (mci_run){l.run[i].file, l.run[i].offset, l.run[i].bytes,
+                                  slab_at(s, en->slab) + l.at[i] + l.run[i].offset % MCI_IO_BLOCK};
+        if (mci_io_submit(s->e->io, r, &error) < 0) {
+            r->next = s->spare;
+            s->spare = r;
+            fail_line(s, en, &error);
+            return;
+        }
+        en->state = READING;
+        s->reading++;
+    }
+}
+
+static void arrived(mc_store *s, mci_read *r) {
+    entry *en = &s->line[r->tag];
+    s->reading--;
+    r->next = s->spare;
+    s->spare = r;
+    if (r->err.code < 0) {
+        fail_line(s, en, &r->err);
+        return;
+    }
+    en->state = READY;
+    if (en->keep) s->slab_of[item_of(s, en)] = en->slab;
+    s->ready[s->ready_tail++] = (int32_t)r->tag;
+    issue(s);
+}
+
+void mci_store_token(mc_store *s) {
+    if (s->policy) mci_policy_token(s->policy);
+}
+
+static int check_line(mc_store *s, int32_t layer, const int32_t *ids, int32_t n, mc_error *err) {
+    int rc = MC_OK;
+    int32_t i = 0;
+    if (!s->policy || s->active)
+        return mci_fail(err, MC_EINVAL, 0, "store: %s",
+                        s->active ? "the line before is not ended" : "not open");
+    if (layer < 0 || layer >= s->n_layer || n < 0 || n > s->n_expert)
+        return mci_fail(err, MC_ERANGE, 0, "store: layer %d of %d, a line of %d experts of %d",
+                        layer, s->n_layer, n, s->n_expert);
+    for (; i < n && rc == MC_OK; i++) {
+        if (ids[i] < 0 || ids[i] >= s->n_expert)
+            rc = mci_fail(err, MC_ERANGE, 0, "store: expert %d of %d", ids[i], s->n_expert);
+        else if (s->place[ids[i]] != NONE)
+            rc = mci_fail(err, MC_EINVAL, 0, "store: expert %d comes twice in a line", ids[i]);
+        else
+            s->place[ids[i]] = i;
+    }
+    for (i--; rc < 0 && i-- > 0;) s->place[ids[i]] = NONE;
+    return rc;
+}
+
+/* The item's slab is free at once, unless an expert that came earlier in this line needs it. */
+static void evict(mc_store *s, int64_t victim, int32_t now) {
+    int32_t *slab = &s->slab_of[victim], at = NONE;
+    if (victim / s->n_expert == s->layer) at = s->place[victim % s->n_expert];
+    if (at != NONE && at < now)
+        s->line[at].keep = false;
+    else
+        s->free_slab[s->n_free++] = *slab;
+    *slab = NONE;
+}
+
+int mci_store_begin(mc_store *s, int32_t layer, const int32_t *ids, int32_t n, mc_error *err) {
+    mc_stats *st = &s->e->stats;
+    int rc = check_line(s, layer, ids, n, err);
+    if (rc < 0) return rc;
+    s->active = true;
+    s->failed = false;
+    s->layer = layer;
+    s->n_line = n;
+    s->next_wait = s->ready_head = s->ready_tail = 0;
+    mci_policy_line(s->policy, layer, ids, n, NULL, s->touch);
+    for (int32_t i = 0; i < n; i++) {
+        const mci_touch *t = &s->touch[i];
+        entry *en = &s->line[i];
+        *en = (entry){.expert = ids[i], .slab = NONE, .state = WAITING, .keep = t->admitted};
+        if (t->victim >= 0) evict(s, t->victim, i);
+        st->evictions += t->victim >= 0;
+        st->hits += t->hit;
+        st->misses += !t->hit;
+        if (!t->hit) continue;
+        en->slab = s->slab_of[item_of(s, en)];
+        en->state = READY;
+        s->ready[s->ready_tail++] = i;
+    }
+    issue(s);
+    return MC_OK;
+}
+
+int mci_store_next(mc_store *s, mci_expert_view *out, int32_t max, bool wait, mc_error *err) {
+    const mci_experts *x = &s->layers[s->layer];
+    int32_t n = 0;
+    if (!s->active) return mci_fail(err, MC_EINVAL, 0, "store: no line is being served");
+    for (;;) {
+        for (mci_read *r; s->reading && (r = mci_io_next(s->e->io, false));) arrived(s, r);
+        if (s->failed) {
+            if (err) *err = s->error;
+            return s->error.code;
+        }
+        for (; n < max && s->ready_head < s->ready_tail; n++) {
+            int32_t i = s->ready[s->ready_head++];
+            entry *en = &s->line[i];
+            mci_layout l = mci_experts_layout(x, en->expert);
+            mci_mat m[3];
+            for (int k = 0; k < 3; k++)
+                m[k] = mci_experts_mat(x, en->expert, k, &l, slab_at(s, en->slab));
+            out[n] = (mci_expert_view){.index = i, .gate = m[0], .up = m[1], .down = m[2]};
+            en->state = TAKEN;
+        }
+        if (n || !wait || max < 1) return n;
+        if (!s->reading) break;
+        double t0 = mci_now();
+        mci_read *r = mci_io_next(s->e->io, true);
+        s->e->stats.wait_s += mci_now() - t0;
+        if (r) arrived(s, r);
+    }
+    while (s->next_wait < s->n_line && s->line[s->next_wait].state != WAITING) s->next_wait++;
+    if (s->next_wait < s->n_line)
+        return mci_fail(err, MC_EINVAL, 0, "store: experts that were taken and not done hold every "
+                                           "slab");
+    return 0;
+}
+
+void mci_store_done(mc_store *s, int32_t index) {
+    if (!s->active || index < 0 || index >= s->n_line || s->line[index].state != TAKEN) return;
+    s->line[index].state = DONE;
+    if (!s->line[index].keep) free_slab(s, &s->line[index]);
+    issue(s);
+}
+
+void mci_store_end(mc_store *s) {
+    if (!s->active) return;
+    s->next_wait = s->n_line; /* no new reads */
+    while (s->reading) arrived(s, mci_io_next(s->e->io, true));
+    for (int32_t i = 0; i < s->n_line; i++) {
+        entry *en = &s->line[i];
+        s->place[en->expert] = NONE;
+        if (en->state == WAITING && en->keep) mci_policy_forget(s->policy, item_of(s, en));
+        if (!en->keep) free_slab(s, en);
+    }
+    s->active = false;
+}

@@ -1,0 +1,227 @@
+"""Where every byte goes: the memory plan of a model under a budget, before anything is loaded.
+
+The engine allocates nothing outside this plan: its own limit is the budget less what Python holds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from mosaic_c import blocks, engine
+from mosaic_c.bind import Located
+from mosaic_c.errors import MosaicError, UsageError
+from mosaic_c.limits import format_size
+from mosaic_c.plan import Attention, ModelPlan
+
+MB = 1 << 20
+MAX_DEFAULT_CTX = 32768
+MIN_DEFAULT_CTX = 512
+CHUNKS = (512, 256, 128, 64, 32, 16, 8)
+# Later growth of the interpreter and numpy (imports on first use, allocator slack).
+PROCESS_GROWTH = 12 * MB
+STACK = 96 << 10  # touched part of a thread's stack
+TENSOR_SLACK = 12 << 10  # alignment around a resident tensor
+LOAD_PIECE = 4 * MB  # of a dense tensor in flight in one lane
+EXPERT_META = 192  # bytes of tables an expert costs in the store and the policy
+
+
+@dataclass(frozen=True)
+class Item:
+    name: str
+    bytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """slots: experts the cache holds (per layer for layer-lru). fits False: budget < floor."""
+
+    budget: int
+    reason: str
+    items: tuple[Item, ...]
+    ctx: int
+    chunk: int
+    kv: str
+    policy: str
+    threads: int
+    lanes: int
+    slots: int
+    slab: int
+    experts: int
+    engine_budget: int
+    floor: int  # smallest budget that runs, at this context
+    useful: int  # budget from which one token's experts all stay cached
+    fits: bool
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def total(self) -> int:
+        return sum(item.bytes for item in self.items)
+
+
+def process_bytes() -> int:
+    """Resident bytes of this process now."""
+    with open("/proc/self/statm", encoding="ascii") as f:
+        return int(f.read().split()[1]) * 4096
+
+
+def dense_bytes(located: Located) -> int:
+    """Memory of everything but routed experts, their scales and an embedding that is read by row."""
+    plan, total = located.plan, 0
+    for weight in plan.weights():
+        if weight == plan.embed and plan.head is not None:
+            continue
+        span = located.span(weight)
+        if span.rows == 1 or len(weight.shape) == 3:  # vectors and the convolution become float32
+            total += span.rows * span.cols * 4 + TENSOR_SLACK
+        else:
+            total += span.nbytes + TENSOR_SLACK
+    return total
+
+
+def scratch_bytes(plan: ModelPlan, ctx: int, chunk: int, threads: int) -> int:
+    need = 256 * (plan.hidden * 4 + 64)
+    for layer in plan.layers:
+        if isinstance(layer.mixer, Attention):
+            desc = blocks.attention(layer.mixer, 0, plan.hidden, ctx, chunk, blocks.nowhere)
+            need = max(need, engine.scratch_bytes("attn", desc, threads))
+        else:
+            desc = blocks.delta(layer.mixer, 0, plan.hidden, chunk, blocks.nowhere)
+            need = max(need, engine.scratch_bytes("delta", desc, threads))
+        desc = blocks.moe(layer.moe, 0, plan.hidden, chunk, blocks.nowhere)
+        need = max(need, engine.scratch_bytes("moe", desc, threads))
+    return need
+
+
+def plan_memory(
+    located: Located,
+    *,
+    budget: int,
+    reason: str,
+    threads: int,
+    lanes: int,
+    ctx: int | None = None,
+    kv: str = "bf16",
+    policy: str = "auto",
+    slots: int | None = None,
+    later: int = 0,
+) -> MemoryPlan:
+    """The plan for a located model; never raises for a budget that is too small (fits is False).
+
+    later: bytes that Python is known to take later (a tokenizer).
+    """
+    plan = located.plan
+    if ctx is not None and not 1 <= ctx <= plan.max_positions:
+        raise UsageError(f"ctx: expected 1..{plan.max_positions} (the model's limit), got {ctx}")
+    if slots is not None and slots < 1:
+        raise UsageError(f"slots: expected 1 or more, got {slots}")
+    moe = plan.moe_layers
+    top_k = max((m.top_k for m in moe), default=0)
+    experts = sum(m.experts.count for m in moe if m.experts)
+    slab = max((engine.expert_slab(a)[0] for a in located.experts), default=0)
+    scales = sum(engine.expert_slab(a)[1] * len(a) for a in located.experts)
+    per_layer = policy == "layer-lru"
+    unit = slab * (len(moe) if per_layer else 1)  # what one slot costs
+    most = max((m.experts.count for m in moe if m.experts), default=0) if per_layer else experts
+    if slots is not None and slots > most:
+        raise UsageError(f"slots: the model has {most} experts to hold, got {slots}")
+    hard = 1 if per_layer else top_k
+    useful = top_k if per_layer else top_k * len(moe)
+    python = process_bytes()
+    later += PROCESS_GROWTH + plan.vocab * 64
+
+    def items_for(ctx: int, chunk: int) -> list[Item]:
+        pool, state = engine.kv_bytes(blocks.state(plan, ctx, engine.DTYPES[kv.upper()]))
+        return [
+            Item("Python and libraries", python, "measured"),
+            Item("Python, later", later, "tokenizer, imports, sampling"),
+            Item("dense weights", dense_bytes(located), "resident"),
+            Item("expert scales", scales, "resident"),
+            Item("expert tables", experts * EXPERT_META),
+            Item("KV cache", pool, f"{ctx} tokens, {kv}"),
+            Item(
+                "session state",
+                state,
+                "recurrent and conv, two copies" if plan.delta_layers else "",
+            ),
+            Item("scratch", scratch_bytes(plan, ctx, chunk, threads), f"chunks of {chunk} tokens"),
+            Item("activations", chunk * plan.hidden * 4 + chunk * 4 * (top_k * len(moe) + 2)),
+            Item("threads", (threads + lanes) * STACK, f"{threads} compute, {lanes} readers"),
+            Item(
+                "reads in flight",
+                lanes * (slab + max(slab, LOAD_PIECE)),
+                "transit slabs, page cache",
+            ),
+        ]
+
+    def fixed(ctx: int, chunk: int) -> int:
+        return sum(item.bytes for item in items_for(ctx, chunk))
+
+    chosen = ctx or _default_ctx(located, kv, budget - python)
+    free = budget - fixed(chosen, CHUNKS[-1])
+    base = scratch_bytes(plan, chosen, CHUNKS[-1], threads)
+    chunk = next(
+        (c for c in CHUNKS if scratch_bytes(plan, chosen, c, threads) - base <= max(free, 0) // 8),
+        CHUNKS[-1],
+    )
+    items = items_for(chosen, chunk)
+    room = (budget - sum(item.bytes for item in items)) // unit if unit else 0
+    got = min(most, room) if slots is None else slots
+    smallest = fixed(ctx or min(plan.max_positions, MIN_DEFAULT_CTX), CHUNKS[-1])
+    floor = smallest + max(hard, slots or 0) * unit
+    wanted = smallest + useful * unit
+    fits = got >= hard and got <= max(room, 0) if unit else room >= 0 and budget >= floor
+    warnings = []
+    if fits and got < useful:
+        warnings.append(
+            f"the cache holds {got} experts, one token uses {useful}: most will be read again for each token; "
+            f"from {format_size(wanted)} on they can stay"
+        )
+    items.append(Item("expert cache", max(got, 0) * unit, f"{max(got, 0)} of {most} slots"))
+    return MemoryPlan(
+        budget=budget,
+        reason=reason,
+        items=tuple(items),
+        ctx=chosen,
+        chunk=chunk,
+        kv=kv,
+        policy=policy,
+        threads=threads,
+        lanes=lanes,
+        slots=got,
+        slab=slab,
+        experts=experts,
+        engine_budget=budget - python - later,
+        floor=_round_up(floor),
+        useful=_round_up(wanted),
+        fits=fits,
+        warnings=tuple(warnings),
+    )
+
+
+def require_fit(memory: MemoryPlan) -> None:
+    """Refuses a budget under the hard floor, naming the smallest one that works."""
+    if not memory.fits:
+        raise MosaicError(
+            f"memory budget {format_size(memory.budget)} ({memory.reason}) is too small: this model at a context "
+            f"of {memory.ctx} needs at least {format_size(memory.floor)}; give --ram {memory.floor // MB}M or more"
+            ", or a smaller --ctx",
+            "EBUDGET",
+        )
+
+
+def _default_ctx(located: Located, kv: str, available: int) -> int:
+    """min(model limit, 32768, what fits): KV pages may take a quarter of what dense weights leave."""
+    plan, free = located.plan, available - dense_bytes(located)
+    ctx = min(plan.max_positions, MAX_DEFAULT_CTX)
+    while ctx > MIN_DEFAULT_CTX:
+        pool, _ = engine.kv_bytes(blocks.state(plan, ctx, engine.DTYPES[kv.upper()]))
+        if pool * 4 <= free:
+            break
+        ctx = max(ctx // 2, MIN_DEFAULT_CTX)
+    return ctx
+
+
+def _round_up(n: int) -> int:
+    return math.ceil(n / MB) * MB

@@ -1,0 +1,51 @@
+"""The command line: finds the subcommand, turns errors into one line and an exit status.
+
+Text goes to stdout; progress, statistics and warnings to stderr. Exit status: 0 done, 1 failed, 2 wrong
+usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import mosaic_c
+from mosaic_c.errors import MosaicError, UsageError
+
+COMMANDS = ("generate", "inspect", "plan", "synth", "simulate")
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="mosaic_c",
+        description="Runs Mixture-of-Experts language models far larger than memory.",
+    )
+    top.add_argument("--version", action="version", version=f"mosaic_c {mosaic_c.__version__}")
+    sub = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        importlib.import_module(f"mosaic_c.commands.{name}").add_parser(sub)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`): nothing is left to say, also at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except MosaicError as error:
+        print(f"mosaic_c {args.command}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except MemoryError:
+        print(f"mosaic_c {args.command}: out of memory; give a smaller --ram", file=sys.stderr)
+        return 1

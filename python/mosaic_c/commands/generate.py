@@ -1,0 +1,273 @@
+"""`generate`: continues a prompt, streaming to stdout."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mosaic_c.commands.options import add_model_options, cache_folder, model_options
+from mosaic_c.errors import MosaicError, UsageError
+from mosaic_c.limits import format_size
+
+
+def add_parser(sub: argparse._SubParsersAction) -> None:
+    parser = sub.add_parser(
+        "generate",
+        help="continue a prompt",
+        description="Continues a prompt and streams the text to stdout. With a model that has a chat template "
+        "the prompt is a user's message, unless --raw.",
+    )
+    p = parser.add_argument
+    p("prompt", nargs="?", metavar="PROMPT", help="the text; - or nothing: read from stdin")
+    add_model_options(parser)
+    p("-n", "--max-new-tokens", type=int, metavar="N", help="tokens to generate (default: until a stop token "
+      "or the end of the context)")  # fmt: skip
+    sampled = " (default: generation_config.json)"
+    p("--temp", type=float, metavar="T", help="temperature, 0 is greedy" + sampled)
+    p("--top-k", type=int, metavar="K", help="keep the K likeliest tokens" + sampled)
+    p("--top-p", type=float, metavar="P", help="keep the likeliest tokens of mass P" + sampled)
+    p(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="keep tokens of at least P times the likeliest" + sampled,
+    )
+    p(
+        "--repetition-penalty",
+        type=float,
+        metavar="R",
+        help="divide the odds of seen tokens" + sampled,
+    )
+    p("--seed", type=int, metavar="S", help="same seed, same text (default: a fresh one, printed)")
+    p(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text; may be repeated",
+    )
+    p("--ignore-eos", action="store_true", help="go on past stop tokens")
+    p("--raw", action="store_true", help="no chat template: continue the text as it is")
+    p("--ids", metavar="I,J,...", help="token ids in place of a text; needs no tokenizer")
+    p("--trace", metavar="FILE", help="record every layer's routing, for simulate")
+    p("--isa", metavar="NAME", help="kernel set (default: the best of this CPU)")
+    p("--vram", metavar="SIZE", help="GPU cache; this build has none, so only 0 is taken")
+    p("--stats", action="store_true", help="statistics on stderr at the end")
+    p("--json", action="store_true", help="one JSON object on stdout at the end, nothing streamed")
+    p("--verbose", "-v", action="store_true", help="every effective value on stderr")
+    p("--quiet", "-q", action="store_true", help="no progress bars")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from mosaic_c.model import open_model
+    from mosaic_c.trace import TraceWriter
+
+    ids = _parse_ids(args.ids) if args.ids is not None else None
+    if ids is not None and args.prompt is not None:
+        raise UsageError("give PROMPT or --ids, not both")
+    text = _read_prompt(args.prompt) if ids is None else ""
+    folder = Path(args.model) if args.model is not None else default_model()
+    tokenizer = None
+    if (
+        folder / "tokenizer.json"
+    ).is_file():  # before the budget is divided, so that it is measured
+        from mosaic_c.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer(folder)
+    with _bar(args, "loading", "layers") as bar:
+        model = open_model(
+            folder,
+            vram=args.vram,
+            isa=args.isa,
+            on_load=bar,
+            tokenizer=tokenizer,
+            **model_options(args),
+        )
+    with model:
+        for warning in model.memory.warnings:
+            _say(f"note: {warning}")
+        if ids is None:
+            ids = _encode(tokenizer, folder, text, args.raw)
+        if args.verbose:
+            _say_values(model)
+        if args.trace is None:
+            return _generate(args, model, ids)
+        moe = model.plan.moe_layers
+        if not moe:
+            raise UsageError("--trace: the model has no routed experts")
+        top_k = max(m.top_k for m in moe)
+        count = max(m.experts.count for m in moe)
+        with TraceWriter(args.trace, len(moe), count, top_k) as model.trace:
+            return _generate(args, model, ids)
+
+
+def _generate(args: argparse.Namespace, model: Any, ids: Sequence[int]) -> int:
+    started = time.perf_counter()
+    pieces: list[Any] = []
+    status = 0
+    with _bar(args, "prompt", "tokens", model, len(ids)) as bar:
+        out = model.generate(
+            ids, max_new_tokens=args.max_new_tokens, temperature=args.temp, top_k=args.top_k,
+            top_p=args.top_p, min_p=args.min_p, repetition_penalty=args.repetition_penalty, seed=args.seed,
+            stop=args.stop, ignore_eos=args.ignore_eos, progress=bar,
+        )  # fmt: skip
+        for name in out.sampling.ignored:
+            _say(f"note: {name} has no effect here")
+        if not out.sampling.greedy:
+            _say(f"seed {out.sampling.seed}")
+        elif args.verbose:
+            _say("greedy")
+        try:
+            for piece in out:
+                if not pieces:
+                    bar.close()
+                pieces.append(piece)
+                if not args.json:
+                    sys.stdout.write(piece.text)
+                    sys.stdout.flush()
+        except KeyboardInterrupt:
+            status = 130
+    text = "".join(p.text for p in pieces)
+    stats = model.stats()
+    if args.json:
+        result = {
+            "text": text,
+            "tokens": [p.token for p in pieces],
+            "logprobs": [p.logprob for p in pieces],
+            "prompt_tokens": len(ids),
+            "finish_reason": "interrupted" if status else out.finish_reason,
+            "seed": None if out.sampling.greedy else out.sampling.seed,
+            "seconds": time.perf_counter() - started,
+            "stats": asdict(stats),
+        }
+        print(json.dumps(result))
+    elif pieces:
+        if model.has_tokenizer:
+            print("" if text.endswith("\n") else "\n", end="")
+        else:
+            print(" ".join(str(p.token) for p in pieces))
+    if args.stats:
+        for line in stats.lines():
+            _say(line)
+    if status:
+        _say("interrupted")
+    return status
+
+
+def default_model() -> Path:
+    """The model for a run that names none: a tiny synthetic one, made once."""
+    from mosaic_c import synth
+
+    folder = cache_folder() / "synthetic-tiny-1"
+    if not (folder / "config.json").is_file():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            synth.write(folder, "tiny", progress=False)
+        except MosaicError:
+            if not (folder / "config.json").is_file():  # else another process was faster
+                raise
+    _say(
+        f"no --model: using {folder}, a tiny synthetic model with random weights; its text is noise"
+    )
+    return folder
+
+
+def _read_prompt(prompt: str | None) -> str:
+    if prompt is not None and prompt != "-":
+        return prompt
+    if prompt is None and sys.stdin.isatty():
+        raise UsageError("no prompt: give PROMPT, or pipe it in, or - to type it")
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise MosaicError(f"stdin: byte {error.start} is not UTF-8", "EFORMAT") from None
+
+
+def _parse_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise UsageError(f"--ids: expected integers separated by commas, got {text!r}") from None
+
+
+def _encode(tokenizer: Any, folder: Path, text: str, raw: bool) -> list[int]:
+    if tokenizer is None:
+        raise MosaicError(
+            f"{folder}: no tokenizer.json, so no text: give token ids with --ids", "ENOENT"
+        )
+    from mosaic_c.chat import encode_chat
+    from mosaic_c.template import chat_template
+
+    if raw or chat_template(tokenizer.folder, tokenizer.config) is None:
+        return tokenizer.encode(text)
+    return encode_chat(tokenizer, [{"role": "user", "content": text}])
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _say_values(model: Any) -> None:
+    memory, stats = model.memory, model.stats()
+    for item in memory.items:
+        _say(f"{item.name}: {format_size(item.bytes)} {item.note}".rstrip())
+    _say(
+        f"budget {format_size(memory.budget)} ({memory.reason}), context {memory.ctx}, chunks of {memory.chunk}, "
+        f"{memory.threads} threads, {memory.lanes} lanes, kernels {stats.isa}, policy {stats.policy}, io {stats.io} "
+        f"({stats.files_direct} files direct, {stats.files_pread} pread), KV {memory.kv}"
+    )
+
+
+class _Bar:
+    """A tqdm bar that appears only when the work takes longer than a moment."""
+
+    def __init__(self, label: str, unit: str, model: Any, total: int | None, quiet: bool) -> None:
+        self._label, self._unit, self._model, self._total = label, unit, model, total
+        self._bar: Any = None
+        self._quiet = quiet
+
+    def __call__(self, done: int, of: int) -> None:
+        if self._quiet:
+            return
+        if self._bar is None:
+            from tqdm import tqdm
+
+            total = self._total or of
+            self._bar = tqdm(
+                total=total, desc=self._label, unit=f" {self._unit}", delay=0.5, mininterval=0.2,
+                file=sys.stderr, dynamic_ncols=True, leave=False, bar_format=(
+                    "{l_bar}{bar}| {n:.0f}/{total:.0f}{unit} [{elapsed}<{remaining}{postfix}]"
+                ),
+            )  # fmt: skip
+            self._read = self._bytes()
+        self._bar.n = self._bar.total * done / of
+        if self._model is not None:
+            self._bar.set_postfix_str(f"{(self._bytes() - self._read) / 1e6:.0f} MB read", False)
+        self._bar.update(0)
+
+    def _bytes(self) -> int:
+        return 0 if self._model is None else self._model.engine.stats().bytes_read
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._quiet = True
+
+
+@contextmanager
+def _bar(
+    args: argparse.Namespace, label: str, unit: str, model: Any = None, total: int | None = None
+) -> Iterator[_Bar]:
+    bar = _Bar(label, unit, model, total, args.quiet)
+    try:
+        yield bar
+    finally:
+        bar.close()

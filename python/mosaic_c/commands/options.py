@@ -1,0 +1,49 @@
+"""Options that every command which opens a model shares."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_model_options(parser: argparse.ArgumentParser, required: bool = False) -> None:
+    """--model and everything that says how it runs, with defaults in the help text."""
+    p = parser.add_argument
+    p("--model", "-m", metavar="DIR", required=required, help="folder of a Hugging Face checkpoint")
+    p("--ram", metavar="SIZE", help="bound of the whole process, such as 6G (default: what the system has "
+      "available or the control group allows, less a quarter)")  # fmt: skip
+    p("--ctx", type=int, metavar="N", help="tokens of context (default: the model's limit, at most 32768, "
+      "or what fits)")  # fmt: skip
+    p(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="compute threads (default: the cores this process may use)",
+    )
+    p("--io", choices=("auto", "pread", "direct"), default="auto", help="how experts are read (default: "
+      "%(default)s, direct where the file system takes it)")  # fmt: skip
+    p("--policy", choices=("auto", "lfu", "lru", "layer-lru"), default="auto",
+      help="which experts stay in memory (default: %(default)s)")  # fmt: skip
+    p("--slots", type=int, metavar="N", help="experts in the cache, per layer for layer-lru (default: as many "
+      "as the budget holds)")  # fmt: skip
+    p(
+        "--kv",
+        choices=("bf16", "f32"),
+        default="bf16",
+        help="type of the KV cache (default: %(default)s)",
+    )
+
+
+def model_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of plan_model and open_model."""
+    names = ("ram", "ctx", "threads", "io", "policy", "slots", "kv")
+    return {name: getattr(args, name) for name in names}
+
+
+def cache_folder() -> Path:
+    """Where this program keeps files of its own for the user."""
+    import os
+
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "mosaic_c"

@@ -1,0 +1,390 @@
+"""Handles of the C engine: one class for each C object, one method for each call, errors as exceptions.
+
+This module and nothing else talks to mosaic_c._engine. Objects own their C handle (freed when dropped or
+closed, in any order); arrays are the caller's numpy memory, checked here for type and layout before C
+sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mosaic_c._engine import ffi, lib
+from mosaic_c.errors import MosaicError
+
+DTYPES = {"F32": lib.MC_F32, "BF16": lib.MC_BF16, "F16": lib.MC_F16, "F8_E4M3": lib.MC_F8E4M3}
+IO_MODES = {"auto": lib.MC_IO_AUTO, "pread": lib.MC_IO_PREAD, "direct": lib.MC_IO_DIRECT}
+POLICIES = {
+    "auto": lib.MC_POLICY_AUTO,
+    "lfu": lib.MC_POLICY_LFU,
+    "lru": lib.MC_POLICY_LRU,
+    "layer-lru": lib.MC_POLICY_LAYER_LRU,
+    "belady": lib.MC_POLICY_BELADY,
+}
+PAGE_TOKENS = lib.MC_PAGE_TOKENS
+MEM_KINDS = ("weights", "cache", "state", "scratch", "meta")
+
+
+def check(rc: int, err: Any) -> int:
+    """rc if it is a success; otherwise the C error as a MosaicError with code "EIO", "EFULL", ..."""
+    if rc >= 0:
+        return rc
+    name = ffi.string(lib.mc_status_name(rc)).decode()
+    message = ffi.string(err.message).decode("utf-8", "replace")
+    raise MosaicError(
+        message or ffi.string(lib.mc_status_text(rc)).decode(), name.removeprefix("MC_")
+    )
+
+
+def _call(function: Any, *args: Any) -> int:
+    err = ffi.new("mc_error *")
+    return check(function(*args, err), err)
+
+
+def _create(function: Any, free: Any, kind: str, *args: Any) -> Any:
+    out = ffi.new(f"{kind} **")
+    _call(function, *args, out)
+    return ffi.gc(out[0], free)
+
+
+def _floats(array: np.ndarray, *shape: int) -> Any:
+    if array.dtype != np.float32 or not array.flags.c_contiguous or array.size < np.prod(shape):
+        raise ValueError(
+            f"expected contiguous float32 of at least {shape}, got {array.dtype} {array.shape}"
+        )
+    return ffi.cast("float *", ffi.from_buffer(array))
+
+
+def _ints(array: np.ndarray, kind: str = "int32_t") -> Any:
+    return ffi.cast(f"{kind} *", ffi.from_buffer(array))
+
+
+class Handle:
+    """Owner of one C object."""
+
+    _c: Any
+
+    def close(self) -> None:
+        """Frees the C object now; twice is fine."""
+        if self._c is not None:
+            ffi.release(self._c)
+            self._c = None
+
+
+class Engine(Handle):
+    def __init__(
+        self,
+        threads: int = 1,
+        lanes: int = 0,
+        io: str = "auto",
+        budget: int = 0,
+        isa: str | None = None,
+    ) -> None:
+        name = ffi.NULL if isa is None else ffi.new("char[]", isa.encode())
+        opts = ffi.new(
+            "mc_engine_opts *",
+            {"threads": threads, "lanes": lanes, "io": IO_MODES[io], "budget": budget, "isa": name},
+        )
+        self._c = _create(lib.mc_engine_create, lib.mc_engine_free, "mc_engine", opts)
+
+    def file(self, path: str) -> int:
+        return _call(lib.mc_engine_file, self._c, path.encode("utf-8", "surrogateescape"))
+
+    def cancel(self, on: bool = True) -> None:
+        if self._c is not None:
+            lib.mc_engine_cancel(self._c, int(on))
+
+    def stats(self) -> Any:
+        """mc_stats, as the C struct."""
+        out = ffi.new("mc_stats *")
+        _call(lib.mc_engine_stats, self._c, out)
+        return out
+
+
+def isas() -> list[str]:
+    """Kernel sets this CPU can run, best first."""
+    return ffi.string(lib.mc_engine_isas()).decode().split()
+
+
+def cpu() -> str:
+    return ffi.string(lib.mc_engine_cpu()).decode()
+
+
+def tensor(span: Any, files: Sequence[int]) -> dict[str, int]:
+    """An mc_tensor from a located span (None: absent); files maps the span's file numbers to ids."""
+    if span is None:
+        return {"file": -1, "scale_file": -1}
+    scaled = span.scale_file is not None
+    return {
+        "file": files[span.file],
+        "dtype": DTYPES[span.dtype],
+        "offset": span.offset,
+        "rows": span.rows,
+        "cols": span.cols,
+        "scale_file": files[span.scale_file] if scaled else -1,
+        "scale_dtype": DTYPES[span.scale_dtype] if scaled else 0,
+        "scale_offset": span.scale_offset if scaled else 0,
+    }
+
+
+def norm(
+    span: Any, files: Sequence[int], eps: float = 0.0, plus_one: bool = False
+) -> dict[str, Any]:
+    """An mc_norm; span None: no norm."""
+    return {"weight": tensor(span, files), "plus_one": int(plus_one), "eps": eps}
+
+
+class Linear(Handle):
+    def __init__(self, engine: Engine, weight: dict[str, int], resident: bool = True) -> None:
+        self.rows, self.cols = weight["rows"], weight["cols"]
+        desc = ffi.new("mc_tensor *", weight)
+        self._c = _create(
+            lib.mc_linear_create, lib.mc_linear_free, "mc_linear", engine._c, desc, int(resident)
+        )
+
+    def forward(self, x: np.ndarray, y: np.ndarray) -> None:
+        """y (n, rows) = x (n, cols) W^T."""
+        n = x.shape[0]
+        _call(lib.mc_linear_forward, self._c, _floats(x, n, self.cols), n, _floats(y, n, self.rows))
+
+    def pick(self, ids: np.ndarray, y: np.ndarray) -> None:
+        """y (n, cols) = the rows ids (int32) of the matrix."""
+        _call(lib.mc_linear_rows, self._c, _ints(ids), len(ids), _floats(y, len(ids), self.cols))
+
+
+class Head(Handle):
+    def __init__(
+        self, engine: Engine, norm_desc: dict[str, Any], weight: Linear, max_tok: int
+    ) -> None:
+        self.rows, self.cols = weight.rows, weight.cols
+        desc = ffi.new("mc_norm *", norm_desc)
+        self._c = _create(
+            lib.mc_head_create, lib.mc_head_free, "mc_head", engine._c, desc, weight._c, max_tok
+        )
+
+    def forward(self, x: np.ndarray, pick: np.ndarray, y: np.ndarray) -> None:
+        """y (n, vocab) = logits of rows pick (int32) of x."""
+        n = len(pick)
+        _call(
+            lib.mc_head_forward,
+            self._c,
+            _floats(x, 1, self.cols),
+            _ints(pick),
+            n,
+            _floats(y, n, self.rows),
+        )
+
+
+class Kv(Handle):
+    """The pool of KV pages, and the shape of a session."""
+
+    def __init__(self, engine: Engine, desc: dict[str, Any]) -> None:
+        self.engine = engine
+        self._c = _create(
+            lib.mc_kv_create, lib.mc_kv_free, "mc_kv", engine._c, ffi.new("mc_kv_desc *", desc)
+        )
+
+
+class SessionHandle(Handle):
+    def __init__(self, c: Any) -> None:
+        self._c = c
+
+    @classmethod
+    def new(cls, kv: Kv) -> SessionHandle:
+        return cls(_create(lib.mc_session_create, lib.mc_session_free, "mc_session", kv._c))
+
+    @classmethod
+    def load(cls, kv: Kv, path: str, model: bytes, room: int) -> tuple[SessionHandle, bytes]:
+        """The session and the caller's bytes that were saved with it."""
+        meta, out, err = ffi.new("uint8_t[]", room), ffi.new("mc_session **"), ffi.new("mc_error *")
+        n = check(
+            lib.mc_session_load(
+                kv._c, path.encode("utf-8", "surrogateescape"), model, meta, room, out, err
+            ),
+            err,
+        )
+        return cls(ffi.gc(out[0], lib.mc_session_free)), bytes(ffi.buffer(meta, n))
+
+    def save(self, path: str, model: bytes, meta: bytes) -> None:
+        _call(
+            lib.mc_session_save,
+            self._c,
+            path.encode("utf-8", "surrogateescape"),
+            model,
+            meta,
+            len(meta),
+        )
+
+    def fork(self) -> SessionHandle:
+        return SessionHandle(
+            _create(lib.mc_session_fork, lib.mc_session_free, "mc_session", self._c)
+        )
+
+    def snapshot(self) -> None:
+        _call(lib.mc_session_snapshot, self._c)
+
+    def rewind(self, n: int) -> None:
+        _call(lib.mc_session_rewind, self._c, n)
+
+    @property
+    def position(self) -> int:
+        return lib.mc_session_position(self._c)
+
+
+class Step(Handle):
+    """Moves sessions forward together; commit keeps the work, abort (or an error) leaves no trace."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._c = _create(lib.mc_step_create, lib.mc_step_free, "mc_step", engine._c)
+
+    def begin(self, sessions: Sequence[SessionHandle]) -> None:
+        _call(lib.mc_step_begin, self._c, [s._c for s in sessions], len(sessions))
+
+    def chunk(self, counts: Sequence[int]) -> None:
+        _call(lib.mc_step_chunk, self._c, counts)
+
+    def commit(self) -> None:
+        _call(lib.mc_step_commit, self._c)
+
+    def abort(self) -> None:
+        lib.mc_step_abort(self._c)
+
+
+class Mixer(Handle):
+    """Full attention ("attn") or gated delta rule ("delta"), from its C description."""
+
+    def __init__(self, engine: Engine, kind: str, desc: dict[str, Any]) -> None:
+        self._forward = getattr(lib, f"mc_{kind}_forward")
+        self._c = _create(
+            getattr(lib, f"mc_{kind}_create"), getattr(lib, f"mc_{kind}_free"), f"mc_{kind}",
+            engine._c, ffi.new(f"mc_{kind}_desc *", desc),
+        )  # fmt: skip
+
+    def forward(self, step: Step, x: np.ndarray) -> None:
+        """x (n_tok, hidden) += mixer(norm(x))."""
+        _call(self._forward, self._c, step._c, _floats(x))
+
+
+class Store(Handle):
+    """The routed experts of all layers, and the cache."""
+
+    def __init__(
+        self, engine: Engine, n_layer: int, n_expert: int, top_k: int, policy: str
+    ) -> None:
+        self._c = _create(
+            lib.mc_store_create, lib.mc_store_free, "mc_store", engine._c, n_layer, n_expert, top_k,
+            POLICIES[policy],
+        )  # fmt: skip
+
+    def open(self, slots: int) -> None:
+        _call(lib.mc_store_open, self._c, slots)
+
+    def resize(self, slots: int) -> None:
+        _call(lib.mc_store_resize, self._c, slots)
+
+
+class Moe(Handle):
+    def __init__(
+        self, engine: Engine, store: Store | None, desc: dict[str, Any], experts: np.ndarray | None
+    ) -> None:
+        """experts: (n, 3) array laid out as mc_tensor, with file numbers of the engine."""
+        pointer = ffi.NULL
+        if experts is not None:
+            if experts.nbytes != experts.shape[0] * ffi.sizeof("mc_expert"):
+                raise ValueError("experts: layout differs from mc_expert")
+            pointer = ffi.cast("mc_expert *", ffi.from_buffer(experts))
+        self._c = _create(
+            lib.mc_moe_create, lib.mc_moe_free, "mc_moe", engine._c,
+            ffi.NULL if store is None else store._c, ffi.new("mc_moe_desc *", desc), pointer,
+        )  # fmt: skip
+
+    def forward(self, step: Step, x: np.ndarray, routed: np.ndarray | None = None) -> None:
+        """x (n_tok, hidden) += moe(norm(x)); routed (n_tok, top_k) int32 receives the expert ids."""
+        ids = ffi.NULL if routed is None else _ints(routed)
+        _call(lib.mc_moe_forward, self._c, step._c, _floats(x), ids)
+
+
+# ---- pure functions ----
+
+
+def scratch_bytes(kind: str, desc: dict[str, Any], threads: int) -> int:
+    """Scratch that a block of this description needs."""
+    c = ffi.new(f"mc_{kind}_desc *", desc)
+    if kind == "attn":
+        return lib.mc_attn_scratch(c, threads)
+    return getattr(lib, f"mc_{kind}_scratch")(c)
+
+
+def kv_bytes(desc: dict[str, Any]) -> tuple[int, int]:
+    """(page pool, one session's state) in bytes."""
+    c = ffi.new("mc_kv_desc *", desc)
+    return lib.mc_kv_pool_bytes(c), lib.mc_kv_session_bytes(c)
+
+
+def expert_slab(experts: np.ndarray) -> tuple[int, int]:
+    """(slab, resident scales of one expert) in bytes, for an (n, 3) array laid out as mc_tensor."""
+    scale = ffi.new("int64_t *")
+    n = lib.mc_expert_slab(
+        ffi.cast("mc_expert *", ffi.from_buffer(experts)), experts.shape[0], scale
+    )
+    if n < 0:
+        raise MosaicError("experts: impossible shapes or offsets", "EFORMAT")
+    return n, scale[0]
+
+
+def policy_replay(
+    policy: str,
+    n_layer: int,
+    n_expert: int,
+    slots: int,
+    layer: np.ndarray,
+    token: np.ndarray,
+    start: np.ndarray,
+    ids: np.ndarray,
+) -> tuple[int, int]:
+    """(hits, misses) of a trace; see mc_policy_replay. layer, ids int32; token, start int64."""
+    out = ffi.new("int64_t[2]")
+    _call(
+        lib.mc_policy_replay, POLICIES[policy], n_layer, n_expert, slots, len(layer), _ints(layer),
+        _ints(token, "int64_t"), _ints(start, "int64_t"), _ints(ids), out, out + 1,
+    )  # fmt: skip
+    return out[0], out[1]
+
+
+def rope_table(theta: float, dim: int, pos: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """inv_freq, cos, sin (dim / 2) float32 at a position."""
+    out = np.empty((3, dim // 2), np.float32)
+    f, c, s = (_floats(row) for row in out)
+    if lib.mc_rope_table(theta, dim, pos, f, c, s) < 0:
+        raise MosaicError(f"rope: theta {theta}, dim {dim}, position {pos} make no sense", "EINVAL")
+    return out[0], out[1], out[2]
+
+
+def decode(dtype: str, raw: bytes, n: int) -> np.ndarray:
+    """n values of a plain dtype as float32, exactly."""
+    out = np.empty(n, np.float32)
+    _call(lib.mc_decode, DTYPES[dtype], raw, n, _floats(out))
+    return out
+
+
+def gemm(
+    isa: str,
+    dtype: str,
+    w: bytes,
+    rows: int,
+    cols: int,
+    x: np.ndarray,
+    scale_dtype: str = "F32",
+    scale: bytes | None = None,
+) -> np.ndarray:
+    """y (n, rows) = x (n, cols) W^T by the named kernel set."""
+    y = np.empty((x.shape[0], rows), np.float32)
+    _call(
+        lib.mc_gemm, isa.encode(), DTYPES[dtype], w, DTYPES[scale_dtype],
+        ffi.NULL if scale is None else ffi.from_buffer(scale), rows, cols, _floats(x), x.shape[0],
+        _floats(y),
+    )  # fmt: skip
+    return y

@@ -1,0 +1,46 @@
+"""Qwen2-MoE (Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B): biases on q, k and v, gated shared expert."""
+
+from __future__ import annotations
+
+from mosaic_c.families.common import Dims, attention, dense, model, moe
+from mosaic_c.families.config import (
+    MAX_DIM,
+    Config,
+    Family,
+    check_layer_types,
+    check_text,
+    rope,
+    sparse_layers,
+    weight_block,
+)
+from mosaic_c.plan import Layer, ModelPlan
+
+
+def build(c: Config) -> ModelPlan:
+    check_text(c)
+    c.only("attention_bias", False)  # the reference reads qkv_bias only
+    d = Dims.read(c, head_dim_required=False)
+    check_layer_types(c, d.layers, ("full_attention",))
+    theta, rope_dim = rope(c, d.head_dim, share=None)
+    bias = c.flag("qkv_bias", True)
+    renormalise = c.flag("norm_topk_prob", False)
+    layers = []
+    for i, sparse in enumerate(sparse_layers(c, d.layers)):
+        at = f"model.layers.{i}"
+        mixer = attention(
+            at, d, theta, rope_dim,
+            plus_one=False, gate=False, qk_norm=False, qkv_bias=bias, o_bias=False,
+        )  # fmt: skip
+        if sparse:
+            shared = c.size("shared_expert_intermediate_size", MAX_DIM)
+            block = moe(at, d, plus_one=False, renormalise=renormalise, shared=shared)
+        else:
+            block = dense(at, d, c.size("intermediate_size", MAX_DIM))
+        layers.append(Layer(mixer, block))
+    return model(
+        "qwen2_moe", "model", d, layers,
+        plus_one=False, tied=c.flag("tie_word_embeddings", False), block=weight_block(c, c),
+    )  # fmt: skip
+
+
+FAMILY = Family("qwen2_moe", ("qwen2_moe",), ("Qwen2MoeForCausalLM",), build)

@@ -1,0 +1,254 @@
+"""How much memory and how many cores this process may use, and sizes as text.
+
+Everything is read from two folders, /proc and /sys/fs/cgroup, which callers may replace by recorded
+ones. Control groups of version 1 and 2 are both looked at, also side by side (a hybrid system
+mounts version 1 controllers and an empty version 2 tree): the smallest limit of any ancestor wins.
+What is absent or unreadable sets no limit; nothing here writes or caches.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mosaic_c.errors import MosaicError, UsageError
+
+# "No limit" in version 1 is LONG_MAX rounded down to a page, which depends on the page size.
+_UNLIMITED = 1 << 60
+_MIB = 1 << 20
+# What is left to the kernel, to other processes and to measuring errors when no budget is given.
+_KEEP = 4  # one part in _KEEP
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes and cores; None where the system does not say or sets no limit.
+
+    cgroup_source and cpu_source are the files that set the limits. affinity counts the CPUs in the
+    affinity mask (at least 1); cpu_quota is in cores, such as 1.5.
+    """
+
+    mem_available: int | None
+    mem_total: int | None
+    cgroup_limit: int | None
+    cgroup_source: str | None
+    cpu_quota: float | None
+    cpu_source: str | None
+    affinity: int
+
+
+def read_limits(
+    proc: str | os.PathLike[str] = "/proc", cgroup: str | os.PathLike[str] = "/sys/fs/cgroup"
+) -> Limits:
+    """Reads the limits of this process. Never fails: a missing tree reads as "no limit"."""
+    proc, cgroup = Path(proc), Path(cgroup)
+    mem_total, mem_available = _meminfo(proc)
+    memory: list[tuple[int, str]] = []
+    cpu: list[tuple[float, str]] = []
+    for version, controllers, folders in _groups(proc, cgroup):
+        for depth, folder in enumerate(folders):
+            if version == 2:
+                memory += _memory_files(folder, ("memory.max", "memory.high"))
+                cpu += _quota_v2(folder)
+                continue
+            if "memory" in controllers:
+                memory += _memory_files(folder, ("memory.limit_in_bytes",))
+                if depth == 0:  # includes ancestors that a container cannot see
+                    memory += _hierarchical(folder)
+            if "cpu" in controllers:
+                cpu += _quota_v1(folder)
+    limit, source = min(memory, default=(None, None), key=lambda x: x[0])
+    quota, cpu_source = min(cpu, default=(None, None), key=lambda x: x[0])
+    return Limits(mem_available, mem_total, limit, source, quota, cpu_source, _affinity(proc))
+
+
+def default_budget(limits: Limits) -> tuple[int, str]:
+    """(bytes, reason): the smaller of control group limit and available memory, less a quarter.
+
+    Rounded down to a MiB. MosaicError when neither is known.
+    """
+    found = []
+    if limits.mem_available is not None:
+        found.append((limits.mem_available, "available now (MemAvailable)"))
+    if limits.cgroup_limit is not None:
+        found.append((limits.cgroup_limit, f"allowed by {limits.cgroup_source}"))
+    if not found:
+        raise MosaicError(
+            "cannot tell how much memory may be used: neither MemAvailable in /proc/meminfo nor a "
+            "memory control group could be read; pass --ram SIZE"
+        )
+    size, what = min(found, key=lambda x: x[0])
+    budget = size - size // _KEEP
+    budget -= budget % _MIB
+    return budget, f"{format_size(budget)} = 3/4 of the {format_size(size)} {what}"
+
+
+def default_threads(limits: Limits) -> int:
+    """min(CPUs in the affinity mask, CPU quota rounded up), at least 1.
+
+    Up, not down: with a quota of 1.5 cores two threads get all of it, one thread only two thirds.
+    """
+    threads = limits.affinity
+    if limits.cpu_quota is not None:
+        threads = min(threads, math.ceil(limits.cpu_quota))
+    return max(1, threads)
+
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgtpe]?)(i?)(b?)\s*", re.IGNORECASE | re.ASCII)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "6G", "1.5GiB", "160M", "512MB" or "100000"; fractions of a byte are dropped.
+
+    K, M, G, T, P, E and KiB, MiB, ... count in 1024, as in systemd and llama.cpp; KB, MB, GB, ... in
+    1000. Case does not matter. UsageError for anything else and from 2^63 on.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None or (match[3] and not (match[2] and match[4])):
+        raise UsageError(
+            f"size {text!r} not understood: expected a number of bytes, or one with K, M, G, T "
+            "(1024-based, also KiB, ...) or KB, MB, GB, TB (1000-based), such as 6G or 1.5GiB"
+        )
+    base = 1000 if match[4] and not match[3] else 1024
+    factor = base ** (" KMGTPE".index(match[2].upper()) if match[2] else 0)
+    whole, _, fraction = match[1].partition(".")
+    # Integers all the way: a float would lose bytes from 2^53 on.
+    size = int(whole or "0") * factor
+    if fraction:
+        size += int(fraction) * factor // 10 ** len(fraction)
+    if size >= 1 << 63:
+        raise UsageError(f"size {text!r} is too large: expected less than 8 EiB")
+    return size
+
+
+def format_size(size: int) -> str:
+    """ "1.5 GiB", "160 MiB", "999 B": 1024-based, at most two decimals."""
+    value, units = float(abs(size)), ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"]
+    unit = 0
+    # 1023.996 would print as 1024: step up as soon as rounding reaches it.
+    while round(value, 2) >= 1024 and unit < len(units) - 1:
+        value /= 1024
+        unit += 1
+    text = f"{value:.2f}".rstrip("0").rstrip(".") if unit else f"{value:.0f}"
+    return f"{'-' if size < 0 else ''}{text} {units[unit]}"
+
+
+# ---- reading the trees --------------------------------------------------------------------------
+
+
+def _read(path: Path) -> str:
+    """The text of a small file; empty where it is absent or refused."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _meminfo(proc: Path) -> tuple[int | None, int | None]:
+    """(MemTotal, MemAvailable) in bytes."""
+    kib = {m[1]: int(m[2]) for m in re.finditer(r"(?m)^(\w+):\s+(\d+) kB", _read(proc / "meminfo"))}
+    available = kib.get("MemAvailable")
+    if available is None and "MemFree" in kib:  # kernels before 3.14
+        available = kib["MemFree"] + kib.get("Buffers", 0) + kib.get("Cached", 0)
+    total = kib.get("MemTotal")
+    return (
+        None if total is None else total * 1024,
+        None if available is None else available * 1024,
+    )
+
+
+def _affinity(proc: Path) -> int:
+    match = re.search(r"(?m)^Cpus_allowed:\s*([0-9a-fA-F,]+)", _read(proc / "self/status"))
+    if match:
+        return max(1, bin(int(match[1].replace(",", ""), 16)).count("1"))
+    if hasattr(os, "sched_getaffinity"):
+        return max(1, len(os.sched_getaffinity(0)))
+    return os.cpu_count() or 1
+
+
+def _groups(proc: Path, cgroup: Path) -> Iterator[tuple[int, list[str], list[Path]]]:
+    """(version, controllers, folders from the process's own group up to the mount's root)."""
+    roots = _mount_roots(proc)
+    for line in _read(proc / "self/cgroup").splitlines():
+        parts = line.split(":", 2)
+        if len(parts) != 3:
+            continue
+        if parts[0] == "0" and parts[1] == "":
+            # A pure version 2 system mounts the tree at the top, a hybrid one in "unified".
+            top = cgroup / "unified" if (cgroup / "unified").is_dir() else cgroup
+            yield 2, [], _ancestors(top, cgroup, parts[2], roots)
+            continue
+        wanted = [x for x in ("memory", "cpu") if x in parts[1].split(",")]
+        # "cpuacct,cpu" may be mounted as "cpu,cpuacct", with links named cpu and cpuacct.
+        names = [x for x in (parts[1], *wanted) if (cgroup / x).is_dir()]
+        if wanted and names:
+            yield 1, wanted, _ancestors(cgroup / names[0], cgroup, parts[2], roots)
+
+
+def _mount_roots(proc: Path) -> dict[str, str]:
+    """Mount point below /sys/fs/cgroup ("" or "memory") -> the group that is mounted there.
+
+    A container without its own cgroup namespace is told the host's path of its group, while its
+    mount shows that group as the root.
+    """
+    roots = {}
+    for line in _read(proc / "self/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        fields = left.split()
+        if len(fields) >= 5 and right.split(" ", 1)[0] in ("cgroup", "cgroup2"):
+            point = fields[4].removeprefix("/sys/fs/cgroup")
+            if point != fields[4]:
+                roots[point.strip("/")] = fields[3]
+    return roots
+
+
+def _ancestors(top: Path, cgroup: Path, path: str, roots: dict[str, str]) -> list[Path]:
+    point = "" if top == cgroup else top.name
+    root = roots.get(point, "/").rstrip("/")
+    if root and (path == root or path.startswith(root + "/")):
+        path = path[len(root) :]
+    names = [x for x in path.split("/") if x]
+    # A group outside the namespace reads "/../x", one outside the mount does not exist: the root of
+    # the mount is then the nearest ancestor that can be seen.
+    if ".." in names or not top.joinpath(*names).is_dir():
+        names = []
+    return [top.joinpath(*names[:n]) for n in range(len(names), -1, -1)]
+
+
+def _integer(text: str) -> int | None:
+    text = text.strip()
+    return int(text) if re.fullmatch(r"-?[0-9]+", text) else None
+
+
+def _memory_files(folder: Path, names: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    for name in names:
+        value = _integer(_read(folder / name))  # "max" is no number
+        if value is not None and 0 <= value < _UNLIMITED:
+            yield value, str(folder / name)
+
+
+def _hierarchical(folder: Path) -> Iterator[tuple[int, str]]:
+    match = re.search(r"(?m)^hierarchical_memory_limit (\d+)$", _read(folder / "memory.stat"))
+    if match and int(match[1]) < _UNLIMITED:
+        yield int(match[1]), str(folder / "memory.stat")
+
+
+def _quota_v2(folder: Path) -> Iterator[tuple[float, str]]:
+    parts = _read(folder / "cpu.max").split()  # "max 100000" or "150000 100000"
+    if len(parts) == 2:
+        yield from _quota(_integer(parts[0]), _integer(parts[1]), folder / "cpu.max")
+
+
+def _quota_v1(folder: Path) -> Iterator[tuple[float, str]]:
+    quota = _integer(_read(folder / "cpu.cfs_quota_us"))  # -1: none
+    period = _integer(_read(folder / "cpu.cfs_period_us"))
+    yield from _quota(quota, period, folder / "cpu.cfs_quota_us")
+
+
+def _quota(quota: int | None, period: int | None, source: Path) -> Iterator[tuple[float, str]]:
+    if quota is not None and period is not None and quota > 0 and period > 0:
+        yield quota / period, str(source)

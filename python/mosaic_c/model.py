@@ -1,0 +1,454 @@
+"""An open model and its sessions: binds a located checkpoint to the engine, and runs layers in order.
+
+Nothing here touches a weight. A forward call cuts its tokens into chunks, and each chunk costs one C call
+for the mixer and one for the experts of every layer; the sessions move at the end or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mosaic_c import blocks, engine
+from mosaic_c.bind import Located
+from mosaic_c.budget import MB, MemoryPlan, plan_memory, require_fit
+from mosaic_c.checkpoint import Checkpoint
+from mosaic_c.errors import MosaicError, UsageError
+from mosaic_c.limits import default_budget, default_threads, parse_size, read_limits
+from mosaic_c.plan import Attention, ModelPlan, Weight
+from mosaic_c.session import Progress, Session, WithProgress, token_ids
+from mosaic_c.stats import Counters, Stats, collect
+
+TOKENIZER = "tokenizer.json"
+SESSION_SLACK = 8192  # page table and rounding
+
+
+def plan_model(
+    path: str | os.PathLike[str],
+    ram: str | int | None = None,
+    ctx: int | None = None,
+    threads: int | None = None,
+    io: str = "auto",
+    policy: str = "auto",
+    slots: int | None = None,
+    kv: str = "bf16",
+    text: bool = False,
+) -> tuple[Checkpoint, Located, MemoryPlan]:
+    """(checkpoint, located tensors, memory plan) of a folder; reads headers, loads nothing.
+
+    text: the tokenizer is loaded already, so that the process as it is has it.
+    """
+    _one_of("io", io, engine.IO_MODES)
+    _one_of("policy", policy, [p for p in engine.POLICIES if p != "belady"])
+    _one_of("kv", kv, ("f32", "bf16"))
+    limits = read_limits()
+    if ram is None:
+        budget, reason = default_budget(limits)
+    else:
+        budget, reason = parse_size(ram) if isinstance(ram, str) else int(ram), "--ram"
+    threads = default_threads(limits) if threads is None else threads
+    if not 1 <= threads <= 256:
+        raise UsageError(f"threads: expected 1..256, got {threads}")
+    checkpoint = Checkpoint.open(path)
+    located = checkpoint.locate()
+    lanes = 4 if io == "pread" else 2
+    memory = plan_memory(
+        located, budget=budget, reason=reason, threads=threads, lanes=lanes, ctx=ctx, kv=kv,
+        policy=policy, slots=slots, later=0 if text else _tokenizer_bytes(checkpoint.folder),
+    )  # fmt: skip
+    return checkpoint, located, memory
+
+
+def open_model(
+    path: str | os.PathLike[str],
+    ram: str | int | None = None,
+    ctx: int | None = None,
+    vram: str | int | None = None,
+    threads: int | None = None,
+    io: str = "auto",
+    policy: str = "auto",
+    slots: int | None = None,
+    kv: str = "bf16",
+    isa: str | None = None,
+    on_load: Progress | None = None,
+    tokenizer: Any = None,
+) -> Model:
+    """Opens a Hugging Face folder. See docs/design.md section 8 for the arguments.
+
+    ram: bytes or "6G", the bound of this whole process; None: what limits.default_budget says. ctx: tokens a
+    session may hold; None: min(model limit, 32768, what fits). slots: experts in the cache (per layer for
+    layer-lru); None: what the budget leaves. isa: a kernel set of engine.isas(); None: the best. vram: must be
+    None or 0, this build has no GPU tier. on_load: called with (parts loaded, parts). tokenizer: the folder's, where
+    it is loaded already; otherwise memory is kept for it and it is loaded when text is needed.
+    """
+    if vram not in (None, 0, "0"):
+        raise UsageError(f"vram: this build has no GPU tier: expected 0 or None, got {vram!r}")
+    if isa is not None:
+        _one_of("isa", isa, engine.isas())
+    checkpoint, located, memory = plan_model(
+        path, ram, ctx, threads, io, policy, slots, kv, tokenizer is not None
+    )
+    require_fit(memory)
+    model = Model(checkpoint, located.plan, memory, io, isa, tokenizer)
+    del checkpoint  # the table of all tensors may take megabytes
+    try:
+        model._load(located, on_load)
+    except BaseException:
+        model.close()
+        raise
+    return model
+
+
+class Model:
+    """Weights, cache and threads. Use as a context manager, or close() it.
+
+    folder, config, plan, memory: what was opened and how memory was divided. ctx: tokens a session may hold.
+    trace: a trace.TraceWriter that receives every layer's routing, or None.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, plan: ModelPlan, memory: MemoryPlan, io: str, isa: str | None,
+        tokenizer: Any,
+    ) -> None:  # fmt: skip
+        self.folder, self.files = checkpoint.folder, checkpoint.files
+        self.config, self.generation_config = checkpoint.config, checkpoint.generation_config
+        self.plan, self.memory = plan, memory
+        self.ctx, self.vocab = memory.ctx, plan.vocab
+        self.trace: Any = None
+        self.slots = memory.slots
+        self.counters = Counters()
+        self._closed = False
+        self._workspaces: list[_Workspace] = []
+        self._lock = threading.Lock()
+        self._io, self._tokenizer = io, tokenizer
+        self.engine = engine.Engine(
+            memory.threads, memory.lanes, io, max(memory.engine_budget, 1), isa
+        )
+
+    # ---- loading ----
+
+    def _load(self, located: Located, on_load: Progress | None) -> None:
+        plan, memory, e = self.plan, self.memory, self.engine
+        files = np.array([e.file(str(path)) for path in self.files], np.int32)
+        ids = files.tolist()
+        total, done = len(plan.layers) + 1, 0
+
+        def find(weight: Weight | None) -> dict[str, int]:
+            return engine.tensor(None if weight is None else located.span(weight), ids)
+
+        self.kv = engine.Kv(e, blocks.state(plan, memory.ctx, engine.DTYPES[memory.kv.upper()]))
+        self.store, n_moe = None, 0
+        moe_layers = plan.moe_layers
+        if moe_layers:
+            most = max(m.experts.count for m in moe_layers)
+            top_k = max(m.top_k for m in moe_layers)
+            self.store = engine.Store(e, len(moe_layers), most, top_k, memory.policy)
+        self.layers: list[tuple[engine.Mixer, engine.Moe, int]] = []
+        kinds = {"attn": 0, "delta": 0}
+        for layer in plan.layers:
+            kind = "attn" if isinstance(layer.mixer, Attention) else "delta"
+            args = (kinds[kind], plan.hidden)
+            if kind == "attn":
+                desc = blocks.attention(layer.mixer, *args, memory.ctx, memory.chunk, find)
+            else:
+                desc = blocks.delta(layer.mixer, *args, memory.chunk, find)
+            kinds[kind] += 1
+            mixer = engine.Mixer(e, kind, desc)
+            experts, index = None, -1
+            if layer.moe.experts is not None:
+                experts, index = located.experts[n_moe].copy(), n_moe
+                for name in ("file", "scale_file"):
+                    column = experts[name]
+                    experts[name] = np.where(column >= 0, files[column], -1)
+                n_moe += 1
+            desc = blocks.moe(layer.moe, max(index, 0), plan.hidden, memory.chunk, find)
+            self.layers.append((mixer, engine.Moe(e, self.store, desc, experts), index))
+            done += 1
+            if on_load is not None:
+                on_load(done, total)
+        if self.store is not None:
+            self.store.open(memory.slots)
+        self.embed = engine.Linear(e, find(plan.embed), resident=plan.head is None)
+        head = self.embed if plan.head is None else engine.Linear(e, find(plan.head))
+        self.head = engine.Head(e, blocks.norm(plan.final_norm, find), head, memory.chunk)
+        if on_load is not None:
+            on_load(total, total)
+
+    def close(self) -> None:
+        """Frees everything; sessions of the model can no longer be used."""
+        if not self._closed:
+            self._closed = True
+            self.engine.cancel()
+            for name in ("layers", "store", "kv", "embed", "head", "_workspaces"):
+                if hasattr(self, name):
+                    delattr(self, name)
+            self.engine.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _alive(self) -> None:
+        if self._closed:
+            raise MosaicError("the model is closed", "ECLOSED")
+
+    # ---- sessions and forward ----
+
+    def session(self, load: str | os.PathLike[str] | None = None) -> Session:
+        """A new, empty sequence, or one that was saved by this very model with the same kv."""
+        self._alive()
+        if load is None:
+            return Session(self, self._with_room(lambda: engine.SessionHandle.new(self.kv)), [])
+        room = 8 * self.ctx + 64
+        handle, meta = self._with_room(
+            lambda: engine.SessionHandle.load(self.kv, os.fspath(load), self.fingerprint(), room)
+        )
+        return Session(self, handle, np.frombuffer(meta, np.int32).tolist())
+
+    def forward(
+        self,
+        work: Sequence[tuple[Session, Sequence[int]]],
+        *,
+        progress: Progress | None = None,
+    ) -> list[np.ndarray]:
+        """Evaluates each session's tokens together; the logits (vocab,) behind the last of each.
+
+        Either every session moves or, on an error or an interrupt, none does.
+        """
+        rows: list[np.ndarray | None] = [None] * len(work)
+
+        def take(which: int, x: np.ndarray, first: int, count: int, last: bool) -> None:
+            if last:
+                rows[which] = self._logits(x, np.array([first + count - 1], np.int32))[0]
+
+        self._run(work, take, progress)
+        return [row for row in rows if row is not None]
+
+    def _logits(self, x: np.ndarray, pick: np.ndarray) -> np.ndarray:
+        y = np.empty((len(pick), self.vocab), np.float32)
+        self.head.forward(x, pick, y)
+        return y
+
+    def _run(
+        self,
+        work: Sequence[tuple[Session, Sequence[int]]],
+        take: Callable[[int, np.ndarray, int, int, bool], None],
+        progress: Progress | None = None,
+    ) -> None:
+        """The forward pass. take(which, x, first, count, last): rows first..first+count of the hidden
+        states x belong to work[which]; last: they end its tokens."""
+        self._alive()
+        sessions = [s for s, _ in work]
+        tokens = [token_ids(ids, self.vocab) for _, ids in work]
+        if not work or any(len(t) == 0 for t in tokens):
+            raise UsageError("forward: expected at least one token for every session")
+        for s in sessions:
+            s.check(self)
+        before = [s.position for s in sessions]
+        for s, t in zip(sessions, tokens, strict=True):
+            if len(t) > s.room:
+                raise MosaicError(
+                    f"context full: {s.position} tokens held, {len(t)} more wanted, the context is {self.ctx}; "
+                    "open the model with a larger ctx",
+                    "EFULL",
+                )
+        started = time.perf_counter()
+        ws = self._workspace()
+        try:
+            ws.step.begin([s._handle for s in sessions])
+            done, total = [0] * len(work), sum(map(len, tokens))
+            while sum(done) < total:
+                room, counts = self.memory.chunk, []
+                for i, t in enumerate(tokens):
+                    counts.append(min(len(t) - done[i], room))
+                    room -= counts[i]
+                ids = np.concatenate(
+                    [t[d : d + c] for t, d, c in zip(tokens, done, counts, strict=True)]
+                )
+                ws.step.chunk(counts)
+                x = ws.x[: len(ids)]
+                self.embed.pick(ids, x)
+                for n, (mixer, moe, index) in enumerate(self.layers):
+                    mixer.forward(ws.step, x)
+                    routed = ws.routed[index] if self.trace is not None and index >= 0 else None
+                    moe.forward(ws.step, x, routed)
+                    if progress is not None:
+                        progress(
+                            sum(done) * len(self.layers) + (n + 1) * len(ids),
+                            total * len(self.layers),
+                        )
+                first = 0
+                for i, c in enumerate(counts):
+                    if c:
+                        if self.trace is not None:
+                            self._record(ws, first, c, before[i] + done[i])
+                        done[i] += c
+                        take(i, x, first, c, done[i] == len(tokens[i]))
+                        first += c
+            ws.step.commit()
+        except BaseException:
+            ws.step.abort()
+            raise
+        finally:
+            with self._lock:
+                self._workspaces.append(ws)
+        for s, t in zip(sessions, tokens, strict=True):
+            s.tokens.extend(t.tolist())
+        decode = all(len(t) == 1 and p > 0 for t, p in zip(tokens, before, strict=True))
+        self.counters.add(decode, total, time.perf_counter() - started)
+
+    def _record(self, ws: _Workspace, first: int, count: int, position: int) -> None:
+        phase = "decode" if count == 1 and position > 0 else "prefill"
+        for t in range(count):
+            for index, moe in enumerate(self.plan.moe_layers):
+                row = ws.routed[index].reshape(-1)[(first + t) * moe.top_k :][: moe.top_k]
+                self.trace.add(phase, position + t, index, row.tolist())
+
+    def _workspace(self) -> _Workspace:
+        with self._lock:
+            if self._workspaces:
+                return self._workspaces.pop()
+        return _Workspace(self)
+
+    def _with_room(self, make: Callable[[], Any]) -> Any:
+        """make(); when it does not fit the budget, the expert cache gives up the slots it needs."""
+        try:
+            return make()
+        except MosaicError as error:
+            if error.code != "EBUDGET" or self.store is None:
+                raise
+            before = error
+        _, state = engine.kv_bytes(
+            blocks.state(self.plan, self.ctx, engine.DTYPES[self.memory.kv.upper()])
+        )
+        c = self.engine.stats()
+        short = state + SESSION_SLACK - (c.budget - sum(c.mem_now))
+        per_layer = self.memory.policy == "layer-lru"
+        unit = self.memory.slab * (len(self.plan.moe_layers) if per_layer else 1)
+        floor = 1 if per_layer else max(m.top_k for m in self.plan.moe_layers)
+        slots = self.slots - -(-short // unit)
+        if slots < floor:
+            raise MosaicError(
+                f"no memory for another session: it needs {state} bytes and the expert cache is at its floor of "
+                f"{floor} slots; close a session or raise --ram",
+                "EBUDGET",
+            ) from before
+        self.store.resize(slots)
+        self.slots = slots
+        return make()
+
+    # ---- text ----
+
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer, loaded when first asked for."""
+        if self._tokenizer is None:
+            from mosaic_c.tokenizer import Tokenizer
+
+            self._tokenizer = Tokenizer(self.folder)
+        return self._tokenizer
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether text can go in and out."""
+        return self._tokenizer is not None or (self.folder / TOKENIZER).is_file()
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        session: Session | None = None,
+        progress: Progress | None = None,
+    ) -> Any:
+        """Continues a text or token ids; iterate over the result for pieces (token, text, logprob).
+
+        None means what the checkpoint's generation_config says (greedy unless do_sample), the room left, a
+        fresh seed. Token ids need no tokenizer: pieces then have text "" where the folder has none.
+        """
+        from mosaic_c import generation, sampling
+        from mosaic_c.tokenizer import Detokenizer
+
+        config = self.generation_config
+        text = isinstance(prompt, str)
+        tokenizer = self.tokenizer if text or self.has_tokenizer else None
+        ids = tokenizer.encode(prompt) if text else list(prompt)
+        settings = sampling.resolve(
+            config, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            repetition_penalty=repetition_penalty, seed=seed,
+        )  # fmt: skip
+        target = self.session() if session is None else session
+        history = list(target.tokens)
+        run = generation.generate(
+            WithProgress(target, progress),
+            ids,
+            sampler=sampling.Sampler(settings),
+            stop_ids=generation.stop_ids(config, self.config, tokenizer),
+            stop=stop,
+            max_new_tokens=max_new_tokens,
+            detokenizer=None if tokenizer is None else Detokenizer(tokenizer, history + ids),
+            ignore_eos=ignore_eos,
+            history=history,
+        )
+        run.sampling, run.session = settings, target
+        return run
+
+    def stats(self) -> Stats:
+        """Counters and memory since the model was opened."""
+        self._alive()
+        return collect(self.engine.stats(), self.counters, self.memory, self._io)
+
+    def fingerprint(self) -> bytes:
+        """32 bytes that identify these weights: config, tensor table and a sample of every shard."""
+        if not hasattr(self, "_fingerprint"):
+            h = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+            for path in self.files:
+                size = os.path.getsize(path)
+                h.update(f"{Path(path).name} {size}\n".encode())
+                fd = os.open(path, os.O_RDONLY)
+                try:
+                    for i in range(16):
+                        h.update(os.pread(fd, 4096, i * max(size - 4096, 0) // 15))
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                finally:
+                    os.close(fd)
+            self._fingerprint = h.digest()
+        return self._fingerprint
+
+
+class _Workspace:
+    """What one forward call in progress needs: a step and hidden states."""
+
+    def __init__(self, model: Model) -> None:
+        memory, plan = model.memory, model.plan
+        self.step = engine.Step(model.engine)
+        self.x = np.zeros((memory.chunk, plan.hidden), np.float32)
+        self.routed = [np.zeros((memory.chunk, m.top_k), np.int32) for m in plan.moe_layers]
+
+
+def _tokenizer_bytes(folder: Path) -> int:
+    """Memory that a tokenizer may take: 148 MB less Python's own 40 for the 12.8 MB file of Qwen3.5."""
+    path = folder / TOKENIZER
+    return 9 * path.stat().st_size + 4 * MB if path.is_file() else 0
+
+
+def _one_of(name: str, value: object, allowed: Any) -> None:
+    if value not in allowed:
+        raise UsageError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")

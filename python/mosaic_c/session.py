@@ -1,0 +1,143 @@
+"""One sequence: its tokens, and the handle of its KV pages, conv and recurrent state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mosaic_c import engine
+from mosaic_c.errors import MosaicError, UsageError
+
+if TYPE_CHECKING:
+    from mosaic_c.model import Model
+
+Progress = Callable[[int, int], None]  # (token-layers done, in all)
+
+
+class Session:
+    """One sequence: KV pages, conv and recurrent state, and the tokens they stand for."""
+
+    def __init__(self, model: Model, handle: engine.SessionHandle, tokens: list[int]) -> None:
+        self._model, self._handle, self.tokens = model, handle, tokens
+
+    def check(self, model: Model | None = None) -> None:
+        self._model._alive()
+        if self._handle._c is None:
+            raise MosaicError("the session is closed", "ECLOSED")
+        if model is not None and model is not self._model:
+            raise UsageError("forward: a session of another model")
+
+    @property
+    def position(self) -> int:
+        """Tokens evaluated."""
+        self.check()
+        return self._handle.position
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit into the context."""
+        return self._model.ctx - self.position
+
+    def forward(
+        self, ids: Sequence[int], last: bool = False, *, progress: Progress | None = None
+    ) -> np.ndarray:
+        """Evaluates ids: logits (n, vocab) float32 behind each token, or (vocab,) with last."""
+        if last:
+            return self._model.forward([(self, ids)], progress=progress)[0]
+        out = np.empty((len(ids), self._model.vocab), np.float32)
+        at = 0
+
+        def take(which: int, x: np.ndarray, first: int, count: int, last: bool) -> None:
+            nonlocal at
+            pick = np.arange(first, first + count, dtype=np.int32)
+            self._model.head.forward(x, pick, out[at : at + count])
+            at += count
+
+        self._model._run([(self, ids)], take, progress)
+        return out
+
+    def score(self, ids: Sequence[int]) -> np.ndarray:
+        """Log-probabilities (n - 1,) float64 of ids[1:], each given all before; evaluates ids."""
+        targets, out, at = token_ids(ids, self._model.vocab), np.empty(len(ids) - 1), 0
+
+        def take(which: int, x: np.ndarray, first: int, count: int, last: bool) -> None:
+            nonlocal at
+            for i in range(first, first + count - last, 16):
+                n = min(16, first + count - last - i)
+                z = self._model._logits(x, np.arange(i, i + n, dtype=np.int32))
+                top = z.max(axis=1, keepdims=True)
+                norm = np.log(np.exp(z - top, dtype=np.float64).sum(axis=1))
+                picked = z[np.arange(n), targets[at + 1 : at + 1 + n]]
+                out[at : at + n] = picked - top[:, 0].astype(np.float64) - norm
+                at += n
+
+        self._model._run([(self, ids)], take)
+        return out
+
+    def snapshot(self) -> None:
+        """Keeps the state at this position, so that rewind can come back to it."""
+        self.check()
+        self._model._with_room(self._handle.snapshot)
+
+    def rewind(self, n: int) -> None:
+        """Back to position n: any for attention alone; with recurrent state 0 or a kept snapshot's."""
+        self.check()
+        self._handle.rewind(n)
+        del self.tokens[n:]
+
+    def fork(self) -> Session:
+        """An independent copy; KV pages are shared until one of the two writes."""
+        self.check()
+        return Session(self._model, self._model._with_room(self._handle.fork), list(self.tokens))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes everything to a file, or nothing."""
+        self.check()
+        meta = np.asarray(self.tokens, np.int32).tobytes()
+        self._handle.save(os.fspath(path), self._model.fingerprint(), meta)
+
+    def close(self) -> None:
+        """Gives pages and state back."""
+        self._handle.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class WithProgress:
+    """A session whose prefill reports to a progress function."""
+
+    def __init__(self, session: Session, progress: Progress | None) -> None:
+        self._session, self._progress = session, progress
+
+    @property
+    def position(self) -> int:
+        return self._session.position
+
+    @property
+    def room(self) -> int:
+        return self._session.room
+
+    def forward(self, ids: Sequence[int], last: bool = True) -> np.ndarray:
+        progress = self._progress if len(ids) > 1 else None
+        return self._session.forward(ids, last, progress=progress)
+
+
+def token_ids(ids: Sequence[int], vocab: int) -> np.ndarray:
+    array = np.asarray(ids)
+    if array.size == 0:
+        return np.empty(0, np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise UsageError(
+            f"token ids: expected integers in one dimension, got {array.dtype} {array.shape}"
+        )
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= vocab:
+        raise UsageError(f"token id: expected 0..{vocab - 1}, got {low if low < 0 else high}")
+    return array.astype(np.int32)

@@ -1,0 +1,149 @@
+"""What a run did and what it took: a plain dataclass, for people and for --json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mosaic_c.engine import MEM_KINDS, ffi
+from mosaic_c.limits import format_size
+
+
+@dataclass
+class Counters:
+    """Tokens and seconds of forward calls. decode: one token for every session of the call."""
+
+    prefill_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_tokens: int = 0
+    decode_s: float = 0.0
+
+    def add(self, decode: bool, tokens: int, seconds: float) -> None:
+        if decode:
+            self.decode_tokens += tokens
+            self.decode_s += seconds
+        else:
+            self.prefill_tokens += tokens
+            self.prefill_s += seconds
+
+
+@dataclass(frozen=True)
+class Stats:
+    """hits, misses: distinct experts per layer and step. bytes_read, reads: expert reads. read_s: inside reads,
+    summed over lanes. wait_s: compute standing still for them. resident, peak: bytes of each tier of the engine.
+    rss, peak_rss: of the process. files_direct, files_pread: how the shards are really read."""
+
+    hits: int
+    misses: int
+    hit_rate: float
+    evictions: int
+    expert_rows: int
+    reads: int
+    bytes_read: int
+    read_s: float
+    wait_s: float
+    moe_s: float
+    resident: dict[str, int]
+    peak: dict[str, int]
+    rss: int
+    peak_rss: int
+    major_faults: int
+    budget: int
+    slots: int
+    slab_bytes: int
+    prefill_tokens: int
+    prefill_s: float
+    prefill_tok_s: float
+    decode_tokens: int
+    decode_s: float
+    decode_tok_s: float
+    ctx: int
+    chunk: int
+    kv: str
+    isa: str
+    policy: str
+    io: str
+    files_direct: int
+    files_pread: int
+    threads: int
+    threads_ran: int
+    lanes: int
+    lanes_ran: int
+
+    def lines(self) -> list[str]:
+        """The same for people."""
+        files = self.files_direct + self.files_pread
+        return [
+            f"prefill  {self.prefill_tokens} tokens, {self.prefill_s:.2f} s, {self.prefill_tok_s:.2f} tok/s",
+            f"decode   {self.decode_tokens} tokens, {self.decode_s:.2f} s, {self.decode_tok_s:.2f} tok/s",
+            f"experts  {self.hits} hits, {self.misses} misses ({100 * self.hit_rate:.1f} % hits), {self.evictions} "
+            f"evictions, {self.slots} slots of {format_size(self.slab_bytes)}, policy {self.policy}",
+            f"reads    {self.reads} reads, {format_size(self.bytes_read)}, {self.read_s:.2f} s in {self.lanes} lanes, "
+            f"compute waited {self.wait_s:.2f} s; {self.files_direct} of {files} files direct",
+            "memory   "
+            + ", ".join(f"{k} {format_size(v)}" for k, v in self.resident.items())
+            + f"; RSS {format_size(self.rss)}, peak {format_size(self.peak_rss)} of {format_size(self.budget)}, "
+            f"{self.major_faults} major faults",
+            f"modes    {self.isa}, {self.threads_ran} of {self.threads} threads, KV {self.kv}, context {self.ctx}, "
+            f"chunks of {self.chunk}",
+        ]
+
+
+def collect(c: Any, counters: Counters, memory: Any, io: str) -> Stats:
+    """Stats from an mc_stats, the model's counters and its memory plan."""
+    n = counters
+    rss, peak = _rss()
+    touched = c.hits + c.misses
+    return Stats(
+        hits=c.hits,
+        misses=c.misses,
+        hit_rate=c.hits / touched if touched else 0.0,
+        evictions=c.evictions,
+        expert_rows=c.expert_rows,
+        reads=c.reads,
+        bytes_read=c.bytes_read,
+        read_s=c.read_s,
+        wait_s=c.wait_s,
+        moe_s=c.moe_s,
+        resident=dict(zip(MEM_KINDS, c.mem_now, strict=True)),
+        peak=dict(zip(MEM_KINDS, c.mem_peak, strict=True)),
+        rss=rss,
+        peak_rss=peak,
+        major_faults=_major_faults(),
+        budget=memory.budget,
+        slots=c.slots,
+        slab_bytes=c.slab_bytes,
+        prefill_tokens=n.prefill_tokens,
+        prefill_s=n.prefill_s,
+        prefill_tok_s=n.prefill_tokens / n.prefill_s if n.prefill_s else 0.0,
+        decode_tokens=n.decode_tokens,
+        decode_s=n.decode_s,
+        decode_tok_s=n.decode_tokens / n.decode_s if n.decode_s else 0.0,
+        ctx=memory.ctx,
+        chunk=memory.chunk,
+        kv=memory.kv,
+        isa=ffi.string(c.isa).decode(),
+        policy=ffi.string(c.policy).decode() if c.policy != ffi.NULL else "none",
+        io=io,
+        files_direct=c.files_direct,
+        files_pread=c.files_pread,
+        threads=c.threads,
+        threads_ran=c.threads_ran,
+        lanes=c.lanes,
+        lanes_ran=c.lanes_ran,
+    )
+
+
+def _rss() -> tuple[int, int]:
+    values = {"VmRSS": 0, "VmHWM": 0}
+    with open("/proc/self/status", encoding="ascii", errors="replace") as f:
+        for line in f:
+            name, _, rest = line.partition(":")
+            if name in values:
+                values[name] = int(rest.split()[0]) * 1024
+    return values["VmRSS"], values["VmHWM"]
+
+
+def _major_faults() -> int:
+    with open("/proc/self/stat", encoding="ascii", errors="replace") as f:
+        return int(f.read().rpartition(")")[2].split()[9])

@@ -1,0 +1,397 @@
+/* cases.c - inputs, calls and costs of every kernel, and the table of cases.
+ *
+ * Buffers start one float (weights: three bytes) past an aligned address, so that no kernel may
+ * count on alignment. */
+#include "cases.h"
+
+#include "test.h"
+
+/* ---- inputs ---------------------------------------------------------------------------------- */
+
+static rng seeded(const kcase *c, uint64_t salt) {
+    uint64_t s = salt * 1000003 + (uint64_t)c->in * 31 + (uint64_t)(c->dtype * 4 + c->scale);
+    for (int i = 0; i < 5; i++) s = s * 6364136223846793005u + (uint64_t)c->n[i] + 1;
+    return (rng){s};
+}
+
+static float special(rng *r) {
+    static const uint32_t bits[] = {0x7fc00000, 0xffc00001, 0x7f800001, 0xff800001,
+                                    0x7f800000, 0xff800000, 0,          0x80000000,
+                                    1,          0x807fffff, 0x7f7fffff, 0x00800000};
+    return mci_f32(bits[rng_below(r, sizeof bits / sizeof *bits)]);
+}
+
+static float value(rng *r, fill f, int64_t n) {
+    uint64_t u = rng_next(r);
+    if (f == WIDE) {
+        uint32_t b = (uint32_t)u;
+        return mci_f32((b & 0x7f800000u) == 0x7f800000u ? b & 0x807fffffu : b);
+    }
+    if (f == TINY) return rng_unit(r) * mci_f32((uint32_t)(u % 40) << 23);
+    if (f == SPECIAL && u % (uint64_t)(n + 4) < 2) return special(r);
+    return rng_unit(r);
+}
+
+/* n floats, one float off alignment; slot keeps it for case_free. */
+static float *floats(kcase *c, int slot, int64_t n, fill f) {
+    rng r = seeded(c, (uint64_t)slot + 1);
+    float *p = test_alloc((size_t)(n + 2) * 4);
+    c->buf[slot] = p;
+    for (int64_t i = 0; i < n; i++) p[i + 1] = value(&r, f, n);
+    return p + 1;
+}
+
+static float *in(const kcase *c, int slot) { return (float *)c->buf[slot] + 1; }
+
+/* ---- elementwise: n[0] values ---------------------------------------------------------------- */
+
+static void cost(kcase *c, double bytes, double flops, int64_t parts) {
+    c->bytes = bytes;
+    c->flops = flops;
+    c->parts = parts;
+}
+
+static void init_out(kcase *c, int64_t n, fill f) {
+    c->init = floats(c, 7, n, f);
+    c->out_bytes = n * 4;
+}
+
+static void setup_map(kcase *c) {
+    floats(c, 0, c->n[0], c->in);
+    floats(c, 1, c->n[0], c->in);
+    init_out(c, c->n[0], c->in);
+    cost(c, 8.0 * (double)c->n[0], 0, 1);
+}
+
+static void setup_bf16(kcase *c) {
+    setup_map(c);
+    c->init = NULL;
+    c->out_bytes = c->n[0] * 2;
+}
+
+#define MAP(kernel, call)                                                                          \
+    static void run_##kernel(const mci_ops *o, const kcase *c, void *out, int64_t part,            \
+                             int64_t parts) {                                                      \
+        (void)part, (void)parts;                                                                   \
+        const float *x = in(c, 0), *x2 = in(c, 1);                                                 \
+        float *y = out;                                                                            \
+        int64_t n = c->n[0];                                                                       \
+        (void)x, (void)x2, (void)y;                                                                \
+        o->call;                                                                                   \
+    }                                                                                              \
+    static const kop kernel = {#kernel, setup_map, run_##kernel};
+
+MAP(vexp, vexp(x, n, y))
+MAP(vsigmoid, vsigmoid(x, n, y))
+MAP(vsoftplus, vsoftplus(x, n, y))
+MAP(silu_mul, silu_mul(x, x2, n, y))
+MAP(silu_mul_in, silu_mul(y, x2, n, y))
+MAP(sigmoid_mul, sigmoid_mul(x, n, y))
+MAP(axpy, axpy(x2[0], x, n, y))
+MAP(add, add(x, n, y))
+MAP(softmax, softmax(y, n))
+MAP(rmsnorm, rmsnorm(x, x2, 1e-6f, n, y))
+MAP(rmsnorm_in, rmsnorm(y, x2, 1e-6f, n, y))
+MAP(l2norm, l2norm(y, 1e-6f, 0.125f, n))
+
+static void run_bf16(const mci_ops *o, const kcase *c, void *out, int64_t part, int64_t parts) {
+    (void)part, (void)parts;
+    o->to_bf16(in(c, 0), c->n[0], out);
+}
+static const kop to_bf16 = {"to_bf16", setup_bf16, run_bf16};
+
+static void setup_rope(kcase *c) { /* n[0] = half */
+    floats(c, 0, c->n[0], c->in);
+    floats(c, 1, c->n[0], c->in);
+    init_out(c, 2 * c->n[0], c->in);
+    cost(c, 24.0 * (double)c->n[0], 0, 1);
+}
+static void run_rope(const mci_ops *o, const kcase *c, void *out, int64_t part, int64_t parts) {
+    (void)part, (void)parts;
+    o->rope(out, in(c, 0), in(c, 1), c->n[0]);
+}
+static const kop rope = {"rope", setup_rope, run_rope};
+
+/* ---- gemm: rows, cols, tokens, scale kind ----------------------------------------------------- */
+
+enum { SKEW = 3 }; /* bytes the weights are off alignment; floats between rows of y */
+
+static uint8_t f8_code(rng *r, const kcase *c) {
+    uint8_t b = (uint8_t)rng_next(r);
+    if (c->in == TINY) return b & 0x87;
+    /* a NaN makes its whole row NaN: about one row in three gets one */
+    if (c->in == SPECIAL && rng_below(r, (uint64_t)(3 * c->n[1])) == 0) return b | 0x7f;
+    return (b & 0x7f) == 0x7f ? b & 0xf0 : b;
+}
+
+static void weights(kcase *c) {
+    const int64_t rows = c->n[0], cols = c->n[1], n = rows * cols;
+    const int size = mci_dtype_get(c->dtype)->bytes;
+    uint8_t *w = test_alloc((size_t)(n * size + SKEW));
+    rng r = seeded(c, 77);
+    c->buf[2] = w;
+    w += SKEW;
+    for (int64_t i = 0; i < n; i++) {
+        if (c->dtype == MC_F8E4M3) {
+            w[i] = f8_code(&r, c);
+        } else if (c->dtype == MC_F16) { /* random halves; NaN and infinity only where asked for */
+            uint16_t h = (uint16_t)rng_next(&r);
+            if (c->in == TINY) h &= 0x87ff;
+            if (c->in == UNIT) h &= 0xbbff;
+            if (c->in == WIDE && (h & 0x7c00) == 0x7c00) h &= 0x83ff;
+            if (c->in == SPECIAL && (h & 0x7c00) == 0x7c00 && rng_below(&r, 64)) h &= 0x83ff;
+            memcpy(w + 2 * i, &h, 2);
+        } else {
+            uint32_t u = mci_bits(value(&r, c->in, c->in == SPECIAL ? 2 * cols : n));
+            if (c->dtype == MC_F32) memcpy(w + 4 * i, &u, 4);
+            uint16_t h = (uint16_t)(u >> 16);
+            if (c->dtype == MC_BF16) memcpy(w + 2 * i, &h, 2);
+        }
+    }
+}
+
+static void scales(kcase *c) {
+    const int64_t n = ((c->n[0] + 127) / 128) * ((c->n[1] + 127) / 128);
+    uint8_t *s = test_alloc((size_t)(n * 4 + SKEW));
+    rng r = seeded(c, 78);
+    c->buf[3] = s;
+    s += SKEW;
+    for (int64_t i = 0; i < n; i++) {
+        float v = c->in == UNIT ? 0.001f + 0.001f * rng_unit(&r) : value(&r, c->in, 8);
+        uint32_t u = mci_bits(v);
+        uint16_t h = (uint16_t)(u >> 16);
+        if (c->scale == MC_F32) memcpy(s + 4 * i, &u, 4);
+        else memcpy(s + 2 * i, &h, 2);
+    }
+}
+
+static mci_mat matrix(const kcase *c) {
+    return (mci_mat){.data = (const uint8_t *)c->buf[2] + SKEW,
+                     .scale = c->dtype == MC_F8E4M3 ? (const uint8_t *)c->buf[3] + SKEW : NULL,
+                     .rows = c->n[0], .cols = c->n[1], .dtype = c->dtype,
+                     .scale_dtype = c->scale};
+}
+
+static void setup_gemm(kcase *c) {
+    const double rows = (double)c->n[0], cols = (double)c->n[1], T = (double)c->n[2];
+    const int size = mci_dtype_get(c->dtype)->bytes;
+    floats(c, 0, c->n[2] * c->n[1], c->in);
+    weights(c);
+    if (c->dtype == MC_F8E4M3) scales(c);
+    c->out_bytes = c->n[2] * (c->n[0] + SKEW) * 4;
+    int64_t share = MCI_MAX((128 << 10) / (c->n[1] * size), 4);
+    if (c->n[2] > 3) share = MCI_MAX(share, 32);
+    cost(c, rows * cols * size + 4 * T * (rows + cols), 2 * rows * cols * T,
+         (c->n[0] + share - 1) / share);
+}
+
+static void run_gemm(const mci_ops *o, const kcase *c, void *out, int64_t part, int64_t parts) {
+    const float *x[1024];
+    float *y[1024];
+    mci_mat m = matrix(c);
+    for (int64_t t = 0; t < c->n[2]; t++) {
+        x[t] = in(c, 0) + t * c->n[1];
+        y[t] = (float *)out + t * (c->n[0] + SKEW);
+    }
+    o->gemm(&m, c->n[0] * part / parts, c->n[0] * (part + 1) / parts, x, c->n[2], y);
+}
+static const kop gemm = {"gemm", setup_gemm, run_gemm};
+
+/* ---- attn: KV heads, group, head_dim, positions, page_tokens ------------------------------------ */
+
+static void setup_attn(kcase *c) {
+    const int64_t heads = c->n[0], G = c->n[1], D = c->n[2], N = c->n[3], P = c->n[4];
+    const int64_t pages = (N + P - 1) / P, size = c->dtype == MC_BF16 ? 2 : 4;
+    floats(c, 0, heads * G * D, c->in);
+    for (int s = 1; s <= 2; s++) {
+        const float *v = floats(c, s, heads * pages * P * D, c->in);
+        if (c->dtype == MC_BF16) {
+            uint8_t *h = test_alloc((size_t)(heads * pages * P * D * 2 + 4));
+            for (int64_t i = 0; i < heads * pages * P * D; i++) {
+                uint16_t b = mci_f32_to_bf16(v[i]);
+                memcpy(h + 4 + 2 * i, &b, 2);
+            }
+            free(c->buf[s]);
+            c->buf[s] = h;
+        }
+    }
+    floats(c, 3, heads * G * N, UNIT); /* scratch */
+    c->out_bytes = heads * G * D * 4;
+    double kv = (double)(heads * N * D);
+    cost(c, 2 * kv * (double)size, 4 * kv * (double)G, heads);
+}
+
+static void run_attn(const mci_ops *o, const kcase *c, void *out, int64_t part, int64_t parts) {
+    const int64_t G = c->n[1], D = c->n[2], N = c->n[3], P = c->n[4], pages = (N + P - 1) / P;
+    const int64_t size = c->dtype == MC_BF16 ? 2 : 4;
+    for (int64_t h = c->n[0] * part / parts; h < c->n[0] * (part + 1) / parts; h++) {
+        const void *k[1024], *v[1024];
+        for (int64_t p = 0; p < pages; p++) {
+            k[p] = (const uint8_t *)c->buf[1] + 4 + (h * pages + p) * P * D * size;
+            v[p] = (const uint8_t *)c->buf[2] + 4 + (h * pages + p) * P * D * size;
+        }
+        mci_attn_args a = {.head_dim = D, .group = G, .n_pos = N, .page_tokens = P,
+                           .kv_dtype = c->dtype, .scale = 0.17f, .k = k, .v = v,
+                           .q = in(c, 0) + h * G * D, .out = (float *)out + h * G * D,
+                           .scores = in(c, 3) + h * G * N};
+        o->attn(&a);
+    }
+}
+static const kop attn = {"attn", setup_attn, run_attn};
+
+/* ---- delta: heads, dk, dv, tokens, in place -------------------------------------------------------- */
+
+/* out: state (heads, dk, dv), then o (tokens, heads, dv) */
+static void setup_delta(kcase *c) {
+    const int64_t H = c->n[0], dk = c->n[1], dv = c->n[2], T = c->n[3];
+    floats(c, 0, T * H * dk, c->in);
+    floats(c, 1, T * H * dk, c->in);
+    floats(c, 2, T * H * dv, c->in);
+    floats(c, 3, T * H, c->in);
+    floats(c, 4, T * H, c->in);
+    floats(c, 5, H * dk * dv, c->in);
+    init_out(c, H * dk * dv + T * H * dv, c->in);
+    cost(c, 8.0 * (double)(H * dk * dv), 8.0 * (double)(H * dk * dv * T), H);
+}
+
+static void run_delta(const mci_ops *o, const kcase *c, void *out, int64_t part, int64_t parts) {
+    const int64_t H = c->n[0], dk = c->n[1], dv = c->n[2], T = c->n[3];
+    for (int64_t h = H * part / parts; h < H * (part + 1) / parts; h++) {
+        float *s = (float *)out + h * dk * dv;
+        const int64_t cut = dv / 2 & -8; /* two ranges of columns */
+        mci_delta_args a = {.dk = dk, .dv = dv, .j0 = 0, .j1 = cut, .n_tok = T,
+                            .s_in = c->n[4] ? s : in(c, 5) + h * dk * dv, .s_out = s,
+                            .q = in(c, 0) + h * dk, .k = in(c, 1) + h * dk, .v = in(c, 2) + h * dv,
+                            .alpha = in(c, 3) + h, .beta = in(c, 4) + h, .ld_qk = H * dk,
+                            .ld_v = H * dv, .ld_ab = H, .ld_o = H * dv,
+                            .o = (float *)out + H * dk * dv + h * dv};
+        if (cut) o->delta(&a);
+        a.j0 = cut;
+        a.j1 = dv;
+        o->delta(&a);
+    }
+}
+static const kop delta = {"delta", setup_delta, run_delta};
+
+/* ---- conv: channels, kernel, tokens, in place -------------------------------------------------------- */
+
+/* out: state (kernel-1, C), then y (tokens, C) */
+static void setup_conv(kcase *c) {
+    const int64_t C = c->n[0], k = c->n[1], T = c->n[2];
+    floats(c, 0, T * C, c->in);
+    floats(c, 1, C * k, c->in);
+    floats(c, 2, (k - 1) * C, c->in);
+    init_out(c, (k - 1) * C + T * C, c->in);
+    cost(c, 4.0 * (double)(C * (k + 2 * T + 2 * (k - 1))), 2.0 * (double)(C * k * T), 1);
+}
+
+static void run_conv(const mci_ops *o, const kcase *c, void *out, int64_t part, int64_t parts) {
+    (void)part, (void)parts;
+    const int64_t C = c->n[0], k = c->n[1], T = c->n[2], cut = C / 3;
+    float *s = out, *y = s + (k - 1) * C;
+    const float *from = c->n[3] ? s : in(c, 2);
+    o->conv(in(c, 0), T, C, 0, cut, in(c, 1), k, from, s, y);
+    o->conv(in(c, 0), T, C, cut, C, in(c, 1), k, from, s, y);
+}
+static const kop conv = {"conv", setup_conv, run_conv};
+
+/* ---- the table --------------------------------------------------------------------------------- */
+
+enum { LEN = -1 }; /* stands for each of the awkward lengths */
+static const int64_t lengths[] = {1,  2,  3,  7,   8,   9,   15,  16,   17,  31,
+                                  32, 33, 64, 127, 128, 129, 576, 1408, 4544};
+
+#define ALL_FILLS(...) {__VA_ARGS__, .in = UNIT}, {__VA_ARGS__, .in = WIDE}, \
+                       {__VA_ARGS__, .in = TINY}, {__VA_ARGS__, .in = SPECIAL}
+#define GEMM(dt, sc)                                                                               \
+    ALL_FILLS(.op = &gemm, .dtype = dt, .scale = sc, .n = {9, LEN, 1}),                            \
+    ALL_FILLS(.op = &gemm, .dtype = dt, .scale = sc, .n = {6, LEN, 2}),                            \
+    ALL_FILLS(.op = &gemm, .dtype = dt, .scale = sc, .n = {5, LEN, 7}),                            \
+    ALL_FILLS(.op = &gemm, .dtype = dt, .scale = sc, .n = {LEN, 33, 3}),                           \
+    ALL_FILLS(.op = &gemm, .dtype = dt, .scale = sc, .n = {131, 300, 5}),                          \
+    ALL_FILLS(.op = &gemm, .dtype = dt, .scale = sc, .n = {7, 257, LEN})
+
+static const kcase table[] = {
+    ALL_FILLS(.op = &vexp, .n = {LEN}), {.op = &vexp, .n = {4096}, .bench = 1},
+    ALL_FILLS(.op = &vsigmoid, .n = {LEN}), {.op = &vsigmoid, .n = {4096}, .bench = 1},
+    ALL_FILLS(.op = &vsoftplus, .n = {LEN}),
+    ALL_FILLS(.op = &silu_mul, .n = {LEN}), {.op = &silu_mul, .n = {4096}, .bench = 1},
+    ALL_FILLS(.op = &silu_mul_in, .n = {LEN}),
+    ALL_FILLS(.op = &sigmoid_mul, .n = {LEN}),
+    ALL_FILLS(.op = &axpy, .n = {LEN}), {.op = &axpy, .n = {2048}, .bench = 1},
+    ALL_FILLS(.op = &add, .n = {LEN}), {.op = &add, .n = {2048}, .bench = 1},
+    ALL_FILLS(.op = &softmax, .n = {LEN}), {.op = &softmax, .n = {256}, .bench = 1},
+    ALL_FILLS(.op = &rmsnorm, .n = {LEN}), {.op = &rmsnorm, .n = {2048}, .bench = 1},
+    ALL_FILLS(.op = &rmsnorm_in, .n = {LEN}),
+    ALL_FILLS(.op = &l2norm, .n = {LEN}),
+    ALL_FILLS(.op = &to_bf16, .n = {LEN}),
+    ALL_FILLS(.op = &rope, .n = {LEN}), {.op = &rope, .n = {32}, .bench = 1},
+    GEMM(MC_F32, MC_F32), GEMM(MC_BF16, MC_F32), GEMM(MC_F16, MC_F32),
+    GEMM(MC_F8E4M3, MC_F32), GEMM(MC_F8E4M3, MC_BF16),
+    {.op = &gemm, .dtype = MC_F8E4M3, .scale = MC_BF16, .n = {512, 2048, 1}, .bench = 256},
+    {.op = &gemm, .dtype = MC_F8E4M3, .scale = MC_BF16, .n = {512, 2048, 2}, .bench = 256},
+    {.op = &gemm, .dtype = MC_F8E4M3, .scale = MC_BF16, .n = {512, 2048, 3}, .bench = 256},
+    {.op = &gemm, .dtype = MC_F8E4M3, .scale = MC_BF16, .n = {512, 2048, 4}, .bench = 256},
+    {.op = &gemm, .dtype = MC_F8E4M3, .scale = MC_BF16, .n = {512, 2048, 8}, .bench = 128},
+    {.op = &gemm, .dtype = MC_F8E4M3, .scale = MC_BF16, .n = {512, 2048, 32}, .bench = 32},
+    {.op = &gemm, .dtype = MC_F8E4M3, .scale = MC_BF16, .n = {512, 2048, 128}, .bench = 8},
+    {.op = &gemm, .dtype = MC_F8E4M3, .scale = MC_BF16, .n = {2048, 512, 1}, .bench = 256},
+    {.op = &gemm, .dtype = MC_F8E4M3, .scale = MC_BF16, .n = {2048, 512, 128}, .bench = 8},
+    {.op = &gemm, .dtype = MC_BF16, .n = {512, 2048, 1}, .bench = 128},
+    {.op = &gemm, .dtype = MC_BF16, .n = {512, 2048, 128}, .bench = 8},
+    {.op = &gemm, .dtype = MC_F16, .n = {512, 2048, 1}, .bench = 128},
+    {.op = &gemm, .dtype = MC_F32, .n = {512, 2048, 1}, .bench = 64},
+    ALL_FILLS(.op = &attn, .dtype = MC_F32, .n = {1, 3, LEN, 5, 2}),
+    ALL_FILLS(.op = &attn, .dtype = MC_BF16, .n = {1, 3, LEN, 5, 2}),
+    ALL_FILLS(.op = &attn, .dtype = MC_F32, .n = {2, 4, 24, LEN, 64}),
+    ALL_FILLS(.op = &attn, .dtype = MC_BF16, .n = {2, 9, 40, LEN, 16}),
+    ALL_FILLS(.op = &attn, .dtype = MC_BF16, .n = {1, 8, 256, 130, 64}),
+    {.op = &attn, .dtype = MC_BF16, .n = {2, 8, 256, 64, 64}, .bench = 1},
+    {.op = &attn, .dtype = MC_BF16, .n = {2, 8, 256, 4096, 64}, .bench = 1},
+    ALL_FILLS(.op = &delta, .n = {2, 9, LEN, 3, 0}),
+    ALL_FILLS(.op = &delta, .n = {1, LEN, 9, 2, 1}),
+    ALL_FILLS(.op = &delta, .n = {3, 16, 48, 0, 0}),
+    {.op = &delta, .n = {2, 128, 128, 1, 1}, .bench = 256},
+    {.op = &delta, .n = {2, 128, 128, 64, 1}, .bench = 8},
+    ALL_FILLS(.op = &conv, .n = {LEN, 4, 5, 0}),
+    ALL_FILLS(.op = &conv, .n = {LEN, 4, 2, 1}),
+    ALL_FILLS(.op = &conv, .n = {LEN, 4, 1, 1}),
+    ALL_FILLS(.op = &conv, .n = {40, 2, 0, 0}),
+    ALL_FILLS(.op = &conv, .n = {19, 11, 6, 0}),
+    ALL_FILLS(.op = &conv, .n = {19, 1, 6, 0}),
+    {.op = &conv, .n = {8192, 4, 1, 1}, .bench = 1},
+};
+
+void cases_each(void (*fn)(kcase *c, void *arg), void *arg) {
+    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+        int at = -1;
+        for (int k = 0; k < 5; k++)
+            if (table[i].n[k] == LEN) at = k;
+        for (size_t l = 0; l < (at < 0 ? 1 : sizeof lengths / sizeof *lengths); l++) {
+            kcase c = table[i];
+            if (at >= 0) c.n[at] = lengths[l];
+            if (c.op == &gemm && c.n[2] > 600) continue; /* tokens: pointers fit run_gemm */
+            fn(&c, arg);
+        }
+    }
+}
+
+void case_setup(kcase *c, bool timed) {
+    if (timed) c->n[0] *= c->bench;
+    c->op->setup(c);
+}
+
+void case_free(kcase *c) {
+    for (int i = 0; i < 8; i++) free(c->buf[i]);
+    memset(c->buf, 0, sizeof c->buf);
+}
+
+void case_name(const kcase *c, char *out, size_t size) {
+    static const char *const fills[] = {"unit", "wide", "tiny", "special"};
+    int n = snprintf(out, size, "%s", c->op->name);
+    if (c->op == &gemm || c->op == &attn)
+        n += snprintf(out + n, size - (size_t)n, " %s", mci_dtype_get(c->dtype)->name);
+    for (int i = 0; i < 5 && (i == 0 || c->n[i]); i++)
+        n += snprintf(out + n, size - (size_t)n, "%s%lld", i ? "x" : " ", (long long)c->n[i]);
+    if (!c->bench) snprintf(out + n, size - (size_t)n, " %s", fills[c->in]);
+}

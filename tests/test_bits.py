@@ -1,0 +1,142 @@
+"""The same bits whatever the placement: cache, policy, threads, kernels, I/O, chunking, company.
+
+Every case also proves from the statistics that its setting took effect.
+"""
+
+import numpy as np
+import pytest
+from conftest import MODELS, open_small
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mosaic_c import budget, engine
+
+
+def same(a, b):
+    return np.array_equal(np.asarray(a).view(np.int32), np.asarray(b).view(np.int32))
+
+
+def cut(n, edges):
+    points = sorted({0, n, *(e % n for e in edges)})
+    return list(zip(points[:-1], points[1:], strict=True))
+
+
+def run(model, prompt, pieces):
+    with model.session() as session:
+        return np.concatenate([session.forward(prompt[a:b]) for a, b in pieces])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("isa", engine.isas())
+def test_kernel_sets(name, isa, expected, reference):
+    with open_small(name, isa=isa, threads=2) as model:
+        assert same(run(model, expected[name]["prompt"], [(0, 150)]), reference[name])
+        assert model.stats().isa == isa
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("policy", ["auto", "lfu", "lru", "layer-lru"])
+def test_smallest_cache_and_token_by_token(name, policy, expected, reference):
+    prompt = expected[name]["prompt"][:70]  # past one KV page
+    floor = 1 if policy == "layer-lru" else 3
+    with open_small(name, policy=policy, slots=floor) as model:
+        got = run(model, prompt, [(i, i + 1) for i in range(70)])
+        stats = model.stats()
+    assert same(got, reference[name][:70])
+    assert stats.evictions > 0 and stats.misses > stats.slots
+    assert stats.policy == ("lfu" if policy == "auto" else policy)
+    assert stats.expert_rows == stats.hits + stats.misses  # one token: no expert twice in a layer
+
+
+@pytest.mark.parametrize("io", ["pread", "direct"])
+def test_io_modes(io, expected, reference):
+    with open_small("qwen35_fp8", io=io, slots=4) as model:
+        assert same(
+            run(model, expected["qwen35_fp8"]["prompt"], [(0, 150)]), reference["qwen35_fp8"]
+        )
+        stats = model.stats()
+    files = stats.files_direct + stats.files_pread
+    assert files == len(model.files) and stats.io == io
+    if io == "pread":
+        assert stats.files_pread == files
+    assert stats.reads == stats.misses > 0 and stats.lanes_ran > 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(MODELS),
+    policy=st.sampled_from(["lfu", "lru", "layer-lru"]),
+    slots=st.integers(3, 14),
+    threads=st.integers(1, 4),
+    isa=st.sampled_from(engine.isas()),
+    io=st.sampled_from(["pread", "direct"]),
+    edges=st.lists(st.integers(1, 149), max_size=6),
+    chunk=st.sampled_from([8, 16, 64]),
+)
+def test_any_setting(name, policy, slots, threads, isa, io, edges, chunk, expected, reference):
+    prompt = expected[name]["prompt"]
+    slots = 1 + slots % 4 if policy == "layer-lru" else min(slots, 8)  # the smallest model has 8
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget, "CHUNKS", (chunk,))
+        with open_small(name, policy=policy, slots=slots, threads=threads, isa=isa, io=io) as model:
+            got = run(model, prompt, cut(len(prompt), edges))
+            stats = model.stats()
+    assert same(got, reference[name])
+    assert (stats.policy, stats.isa, stats.threads, stats.chunk) == (policy, isa, threads, chunk)
+    assert stats.threads_ran <= threads and stats.misses > 0
+
+
+def test_threads_really_run(expected, reference):
+    """With enough work every thread takes some."""
+    with open_small("qwen3_fp8", threads=4) as model:
+        for _ in range(50):
+            got = run(model, expected["qwen3_fp8"]["prompt"], [(0, 150)])
+            if model.stats().threads_ran == 4:
+                break
+        assert model.stats().threads_ran == 4
+        assert same(got, reference["qwen3_fp8"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_alone_or_in_company(name, expected, reference):
+    """Three sequences of unlike length, in one step each, against the same alone."""
+    prompt, ref = expected[name]["prompt"], reference[name]
+    with open_small(name, slots=4, threads=2, ctx=150, ram="512M") as model:
+        sessions = [model.session() for _ in range(3)]
+        lengths = [150, 7, 70]
+        rows = model.forward(
+            [(s, prompt[:n]) for s, n in zip(sessions[:1], lengths[:1], strict=True)]
+        )
+        assert same(rows[0], ref[149])
+        sessions[0].close()
+        a, b = sessions[1:]
+        rows = model.forward([(a, prompt[:7]), (b, prompt[:40])])
+        assert same(rows[0], ref[6]) and same(rows[1], ref[39])
+        for i in range(3):
+            rows = model.forward([(b, prompt[40 + i : 41 + i]), (a, prompt[7 + i : 8 + i])])
+            assert same(rows[0], ref[40 + i]) and same(rows[1], ref[7 + i])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bf16_kv_is_the_same_in_any_chunking(name, expected):
+    prompt = expected[name]["prompt"]
+    with open_small(name, kv="bf16") as model:
+        whole = run(model, prompt, [(0, 150)])
+        parts = run(model, prompt, [(0, 1), (1, 63), (63, 65), (65, 150)])
+        assert same(whole, parts)
+        assert model.stats().kv == "bf16"
+    with open_small(name) as model:
+        assert not same(run(model, prompt, [(0, 150)]), whole)  # the setting took effect
+
+
+def test_score_is_the_log_softmax(expected, reference):
+    name = "qwen3_bf16"
+    prompt, z = expected[name]["prompt"], reference[name].astype(np.float64)
+    want = (
+        z
+        - np.log(np.exp(z - z.max(axis=1, keepdims=True)).sum(axis=1, keepdims=True))
+        - z.max(axis=1, keepdims=True)
+    )
+    with open_small(name) as model:
+        got = model.session().score(prompt)
+    assert np.abs(got - want[np.arange(149), prompt[1:]]).max() < 1e-5

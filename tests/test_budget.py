@@ -1,0 +1,113 @@
+"""The memory plan: its sums, its floors, and that what it says is what the engine takes."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import VECTORS, open_small
+
+from mosaic_c import MosaicError, UsageError, budget
+from mosaic_c.model import plan_model
+
+HYBRID = "qwen35_fp8"
+
+
+@pytest.fixture(autouse=True)
+def small_process(monkeypatch):
+    """The test runner itself may be larger than the budgets tried here."""
+    monkeypatch.setattr(budget, "process_bytes", lambda: 40 * budget.MB)
+
+
+def plan(name=HYBRID, **options):
+    return plan_model(VECTORS / name, **({"ram": "1G", "threads": 2} | options))[-1]
+
+
+def test_items_add_up_and_stay_under_the_budget():
+    for ram in ("100M", "200M", "1G", "20G"):
+        for policy in ("auto", "layer-lru"):
+            m = plan(ram=ram, policy=policy, ctx=256)
+            assert m.fits and m.total <= m.budget
+            assert m.floor <= m.useful <= m.budget or m.warnings
+            assert m.slots <= (10 if policy == "layer-lru" else 40)
+
+
+def test_more_memory_never_means_fewer_slots_or_less_context():
+    plans = [plan(ram=f"{n}M") for n in (80, 90, 120, 200, 500)]
+    for a, b in zip(plans[:-1], plans[1:], strict=True):
+        assert a.ctx <= b.ctx and a.chunk <= b.chunk and a.floor == pytest.approx(b.floor, rel=0.1)
+
+
+def test_two_floors():
+    m = plan(ram="4G", ctx=256)
+    slab = m.slab
+    hard = plan(ram=m.floor + budget.MB, ctx=256)
+    assert hard.fits and hard.slots >= 3
+    assert not plan(ram=m.floor - 4 * budget.MB, ctx=256).fits
+    starved = plan(ram="4G", ctx=256, slots=3)
+    assert starved.fits and "12" in starved.warnings[0]  # 4 layers x top-3
+    assert not plan(ram="4G", ctx=256, slots=12).warnings
+    assert slab % 4096 == 0
+
+
+def test_given_slots_are_taken_exactly_or_refused():
+    assert plan(slots=7).slots == 7
+    m = plan(ram="100M", slots=40, ctx=256)
+    assert m.fits is (m.total <= m.budget)
+    with pytest.raises(UsageError, match="slots"):
+        plan(slots=0)
+    with pytest.raises(MosaicError, match=r"top|floor|at least"):
+        open_small(HYBRID, slots=2)
+
+
+def test_context_default_and_limits():
+    assert plan(ram="8G").ctx == min(32768, plan_model(VECTORS / HYBRID)[1].plan.max_positions)
+    with pytest.raises(UsageError, match="ctx"):
+        plan(ctx=10**7)
+
+
+def test_engine_takes_what_the_plan_says(expected):
+    """Each tier of the engine against its items, and the hard limit above all of them."""
+    for name in ("qwen35_fp8", "qwen2_bf16_tied", "qwen3_bf16"):
+        with open_small(name, threads=2) as model:
+            model.session().forward(expected[name]["prompt"])
+            stats, items = model.stats(), {i.name: i.bytes for i in model.memory.items}
+        assert stats.peak["weights"] <= items["dense weights"] + items["expert scales"]
+        assert stats.peak["state"] <= items["KV cache"] + items["session state"]
+        assert stats.resident["scratch"] == items["scratch"]
+        assert stats.peak["meta"] <= items["expert tables"] + 64 * 1024
+        assert stats.peak["cache"] <= items["expert cache"] + items["reads in flight"] + (2 << 20)
+        assert sum(stats.resident.values()) <= model.memory.engine_budget
+
+
+def test_a_second_session_takes_its_memory_from_the_cache(expected):
+    """At a budget without slack, sessions shrink the cache; at its floor the next one is refused."""
+    name = "qwen35_text_f32"
+    m = plan(name, ram="4G", ctx=150, kv="f32")
+    ram = m.floor + 30 * m.slab
+    with open_small(name, ram=ram, ctx=150, threads=2) as model:
+        before, sessions = model.stats().slots, []
+        with pytest.raises(MosaicError, match="floor|budget|memory") as info:
+            for _ in range(100000):
+                sessions.append(model.session())
+        assert info.value.code == "EBUDGET"
+        after = model.stats()
+        assert after.slots < before and sum(after.resident.values()) <= model.memory.engine_budget
+        prompt = expected[name]["prompt"][:20]
+        first = sessions[0].forward(prompt)
+        assert np.isfinite(first).all()
+
+
+@pytest.mark.parametrize("ram", ["100M", "160M"])
+def test_peak_of_a_process_stays_under_the_budget(ram, tmp_path):
+    """VmHWM, with generation on, in a process of its own; shards must leave no page behind."""
+    code = f"""
+import mosaic_c
+with mosaic_c.open({str(VECTORS / HYBRID)!r}, ram={ram!r}, threads=2) as m:
+    list(m.generate(list(range(100)), max_new_tokens=30, ignore_eos=True))
+    s = m.stats()
+    print(s.peak_rss, s.budget)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    peak, limit = map(int, out.stdout.split())
+    assert peak <= limit

@@ -1,0 +1,104 @@
+"""The tree keeps its own rules: dependencies point one way, files stay small, the header is the truth."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+C = ROOT / "mosaic_c"
+PY = ROOT / "python" / "mosaic_c"
+
+# docs/design.md section 2: a file may include headers of its own level's left side only.
+LEVELS = [
+    {"mosaic_c"},
+    {"base"},
+    {"error", "crc", "cpu"},
+    {"pool"},
+    {"dtype", "policy"},
+    {"ops", "ops_ref", "ops_poly", "ops_avx2", "ops_avx2_gemm", "ops_avx2_mix", "io"},
+    {"engine"},
+    {"expert"},
+    {"linear", "kv", "session", "session_file", "store"},
+    {"attn", "delta", "moe"},
+]
+
+
+def level(name: str) -> int:
+    for i, names in enumerate(LEVELS):
+        if name in names:
+            return i
+    raise AssertionError(f"{name}: give it a level in test_layout.py and docs/design.md")
+
+
+def includes(path: Path) -> set[str]:
+    found = re.findall(r'^#include "(\w+)\.h"', path.read_text(encoding="ascii"), re.M)
+    return set(found) - {path.stem}
+
+
+@pytest.mark.parametrize("path", sorted(C.glob("*.[ch]")), ids=lambda p: p.name)
+def test_c_dependencies_point_one_way(path):
+    mine = level(path.stem)
+    for name in includes(path):
+        ok = level(name) < mine or (
+            level(name) == mine and name in ("ops", "ops_poly", "ops_avx2", "session")
+        )
+        assert ok, f"{path.name} includes {name}.h"
+    if path.stem != "moe":
+        assert "store" not in includes(path)
+
+
+@pytest.mark.parametrize("path", sorted(C.glob("*.c")), ids=lambda p: p.name)
+def test_the_library_never_exits_prints_or_reads_the_environment(path):
+    code = re.sub(r'/\*.*?\*/|"(\\.|[^"\\])*"', "", path.read_text(encoding="ascii"), flags=re.S)
+    assert not re.search(r"\b(exit|abort|getenv|printf|puts|perror|fprintf)\s*\(", code)
+    # no mutable file-scope state
+    for line in re.findall(r"^static [^(]*?[=;].*$", code, re.M):
+        assert "const" in line or "_Thread_local" not in line and "(" in line, line
+
+
+@pytest.mark.parametrize(
+    "path", sorted([*C.glob("*.[ch]"), *PY.rglob("*.py")]), ids=lambda p: p.name
+)
+def test_files_stay_small(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 500
+
+
+def imports(path: Path) -> set[str]:
+    out = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            out |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            out |= {f"{node.module}.{a.name}" for a in node.names} | {str(node.module)}
+        elif isinstance(node, ast.ImportFrom):
+            parts = path.relative_to(PY.parent).with_suffix("").parts
+            base = ".".join(parts[: len(parts) - node.level])
+            module = f"{base}.{node.module}" if node.module else base
+            out |= {f"{module}.{a.name}" for a in node.names} | {module}
+    return out
+
+
+@pytest.mark.parametrize("path", sorted(PY.rglob("*.py")), ids=lambda p: str(p.relative_to(PY)))
+def test_python_dependencies(path):
+    found = imports(path)
+    if path.stem != "engine":
+        assert not any("_engine" in name for name in found), "only engine.py talks to C"
+    if path.stem not in ("__main__",):
+        assert not any(name.startswith("mosaic_c.cli") for name in found), "nothing imports cli"
+    if path.parent.name == "families":
+        own = {n for n in found if n.startswith("mosaic_c.")}
+        allowed = ("mosaic_c.plan", "mosaic_c.families", "mosaic_c.errors")
+        assert all(n.startswith(allowed) for n in own), own
+    assert not any(name.split(".")[0] == "ctypes" for name in found)
+
+
+def test_every_declaration_of_the_header_is_bound():
+    text = (C / "mosaic_c.h").read_text(encoding="ascii")
+    body = text.split("/* cffi begin */")[1].split("/* cffi end */")[0]
+    assert "#" not in re.sub(r"/\*.*?\*/", "", body, flags=re.S)
+    from mosaic_c._engine import lib
+
+    for name in re.findall(r"\b(mc_\w+)\s*\(", re.sub(r"/\*.*?\*/", "", body, flags=re.S)):
+        assert hasattr(lib, name), name

@@ -1,0 +1,253 @@
+"""Sessions: fork, rewind, snapshot, save and load give what a fresh run gives; errors leave no trace."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+from conftest import MODELS, open_small
+
+from mosaic_c import MosaicError, UsageError
+
+HYBRID, PLAIN = "qwen35_fp8", "qwen3_bf16"
+
+
+def same(a, b):
+    return np.array_equal(np.asarray(a).view(np.int32), np.asarray(b).view(np.int32))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fork_diverges_and_agrees(name, expected, reference):
+    prompt, ref = expected[name]["prompt"], reference[name]
+    with open_small(name) as model:
+        pages = model.session()
+        pages.forward(prompt[:70])  # ends inside a page, which the two then share
+        fork = pages.fork()
+        other = fork.forward([5, 6, 7])
+        assert same(pages.forward(prompt[70:]), ref[70:])  # untouched by what the fork wrote
+        assert fork.position == 73 and fork.tokens[-3:] == [5, 6, 7]
+        pages.close()
+        with model.session() as fresh:
+            again = fresh.forward(np.concatenate([prompt[:70], [5, 6, 7]]))
+        assert same(again[70:], other)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_snapshot_and_rewind(name, expected, reference):
+    prompt, ref = expected[name]["prompt"], reference[name]
+    with open_small(name) as model:
+        s = model.session()
+        s.forward(prompt[:30])
+        s.snapshot()
+        s.forward(prompt[30:100])
+        s.snapshot()
+        s.forward([3] * 20)
+        s.rewind(100)
+        assert same(s.forward(prompt[100:]), ref[100:])
+        s.rewind(30)
+        assert s.tokens == prompt[:30].tolist()
+        assert same(s.forward(prompt[30:]), ref[30:])
+        s.rewind(0)
+        assert same(s.forward(prompt), ref)
+
+
+def test_rewind_without_snapshot(expected, reference):
+    with open_small(HYBRID) as model:
+        s = model.session()
+        s.forward([1, 2, 3])
+        s.snapshot()
+        s.forward([4, 5])
+        with pytest.raises(MosaicError, match=r"no snapshot at position 4; kept: 0, 3, 5"):
+            s.rewind(4)
+        assert s.position == 5
+        for n in (-1, 6):
+            with pytest.raises(MosaicError, match=r"expected 0\.\.5"):
+                s.rewind(n)
+    prompt = expected[PLAIN]["prompt"]
+    with open_small(PLAIN) as model:  # attention alone: any position
+        s = model.session()
+        s.forward(prompt[:90])
+        s.rewind(66)
+        assert same(s.forward(prompt[66:]), reference[PLAIN][66:])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kv", ["f32", "bf16"])
+def test_save_and_load(name, kv, expected, tmp_path):
+    prompt = expected[name]["prompt"]
+    with open_small(name, kv=kv) as model:
+        s = model.session()
+        s.forward(prompt[:100])
+        s.save(tmp_path / "s")
+        want = s.forward(prompt[100:])
+    with open_small(name, kv=kv, slots=3, threads=2) as model:
+        s = model.session(load=tmp_path / "s")
+        assert s.position == 100 and s.tokens == prompt[:100].tolist()
+        assert same(s.forward(prompt[100:]), want)
+    assert os.listdir(tmp_path) == ["s"]  # nothing is left beside it
+
+
+def test_bad_session_files(expected, tmp_path):
+    path = tmp_path / "s"
+    prompt = expected[HYBRID]["prompt"]
+    with open_small(HYBRID) as model:
+        s = model.session()
+        s.forward(prompt[:70])
+        s.save(path)
+        good = path.read_bytes()
+        damaged = {
+            "CRC": good[:-100] + bytes([good[-100] ^ 1]) + good[-99:],
+            "expected .* bytes": good[:-1],
+            "expected .* bytes, the file": good + b"x",
+            "not a session file": b"x" + good[1:],
+            "wanted 168": good[:50],
+            "wanted 168 bytes at 0": b"",
+            "version": good[:8] + b"\2" + good[9:],
+            "another model": good[:16] + b"\0" * 32 + good[48:],
+        }
+        for message, data in damaged.items():
+            path.write_bytes(data)
+            with pytest.raises(MosaicError, match=message):
+                model.session(load=path)
+        with pytest.raises(MosaicError, match="cannot open"):
+            model.session(load=tmp_path / "none")
+        with pytest.raises(MosaicError, match="cannot create"):
+            s.save(tmp_path / "no" / "s")
+        path.write_bytes(good)
+        assert model.session(load=path).position == 70
+    with open_small(PLAIN) as model, pytest.raises(MosaicError, match="another model"):
+        model.session(load=path)
+    with open_small(HYBRID, kv="bf16") as model, pytest.raises(MosaicError, match="KV dtype f32"):
+        model.session(load=path)
+    with open_small(HYBRID, ctx=64) as model, pytest.raises(MosaicError, match="70 tokens.*64"):
+        model.session(load=path)
+
+
+def test_context_full_and_bad_ids_leave_the_session_alone(expected, reference):
+    prompt = expected[HYBRID]["prompt"]
+    with open_small(HYBRID, ctx=150) as model:
+        s = model.session()
+        s.forward(prompt[:100])
+        for ids, message in [
+            (prompt[:51], "context full: 100 tokens held, 51 more wanted, the context is 150"),
+            ([1, model.vocab], f"expected 0..{model.vocab - 1}, got {model.vocab}"),
+            ([-1], "got -1"),
+            ([], "at least one token"),
+            ([1.5], "integers"),
+        ]:
+            with pytest.raises(MosaicError, match=message):
+                s.forward(ids)
+            assert s.position == 100
+        assert same(s.forward(prompt[100:]), reference[HYBRID][100:])
+        assert s.room == 0
+
+
+@pytest.mark.parametrize("where", [0, 1, 5])
+def test_interrupt_leaves_the_session_alone(where, expected, reference):
+    """Ctrl-C in the middle of a layer, in the first chunk or a later one."""
+    prompt = expected[HYBRID]["prompt"]
+    from mosaic_c import budget
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget, "CHUNKS", (32,))
+        with open_small(HYBRID) as model:
+            s = model.session()
+            s.forward(prompt[:40])
+            calls = 0
+
+            def progress(done, total):
+                nonlocal calls
+                calls += 1
+                if calls > where:
+                    raise KeyboardInterrupt
+
+            with pytest.raises(KeyboardInterrupt):
+                s.forward(prompt[40:], progress=progress)
+            assert s.position == 40 and len(s.tokens) == 40
+            assert same(s.forward(prompt[40:]), reference[HYBRID][40:])
+
+
+def test_cancel_from_another_thread(expected):
+    prompt = np.tile(expected[HYBRID]["prompt"], 4)
+    with open_small(HYBRID, ctx=4096) as model:
+        s = model.session()
+        model.engine.cancel()
+        with pytest.raises(MosaicError, match="cancelled") as info:
+            s.forward(prompt)
+        assert info.value.code == "ECANCEL" and s.position == 0
+        model.engine.cancel(False)
+        s.forward(prompt[:10])
+        assert s.position == 10
+
+
+def test_one_session_twice_at_once_is_busy():
+    with open_small(HYBRID) as model:
+        s = model.session()
+        with pytest.raises(MosaicError, match="in use") as info:
+            model.forward([(s, [1]), (s, [2])])
+        assert info.value.code == "EBUSY" and s.position == 0
+        s.forward([1])
+
+
+def test_sessions_in_threads(expected, reference):
+    prompt, ref = expected[HYBRID]["prompt"], reference[HYBRID]
+    with open_small(HYBRID, slots=5, ram="600M", ctx=150) as model:
+        sessions = [model.session() for _ in range(2)]
+        got = [None, None]
+
+        def work(i):
+            got[i] = sessions[i].forward(prompt[: 60 + i])
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert same(got[0], ref[:60]) and same(got[1], ref[:61])
+
+
+def test_use_after_fork_is_an_error():
+    with open_small(PLAIN) as model:
+        s = model.session()
+        s.forward([1, 2])
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                s.forward([3])
+            except MosaicError as error:
+                code = 0 if error.code == "EFORK" else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        s.forward([3])
+
+
+def test_closed_and_foreign_handles():
+    with open_small(PLAIN) as model, open_small(HYBRID) as other:
+        s = model.session()
+        with pytest.raises(UsageError, match="another model"):
+            other.forward([(s, [1])])
+        s.close()
+        s.close()
+        with pytest.raises(MosaicError, match="closed"):
+            s.forward([1])
+        t = model.session()
+    with pytest.raises(MosaicError, match="closed"):
+        t.forward([1])
+    t.close()  # in any order
+    model.close()
+
+
+def test_pool_exhausted_by_a_second_session(expected):
+    """The pool has pages for one context; a second long session is refused and the first goes on."""
+    prompt = expected[PLAIN]["prompt"]
+    with open_small(PLAIN, ctx=150) as model:
+        a, b = model.session(), model.session()
+        a.forward(prompt[:100])
+        with pytest.raises(MosaicError, match="KV pool full") as info:
+            b.forward(prompt[:100])
+        assert info.value.code == "EFULL" and b.position == 0
+        a.forward(prompt[100:])
+        a.close()
+        b.forward(prompt)
