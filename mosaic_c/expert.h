@@ -1,6 +1,6 @@
-/* expert.h - the experts of one layer on disk: checked once, then where each matrix lies in its file
- * and in a slab of memory. Their scales are few and small and stay resident. It knows nothing of
- * caches.
+/* expert.h - the experts of one layer on disk: checked once, then where each matrix lies in its
+ * file and in a slab of memory. Their scales are few and small and stay resident. It knows nothing
+ * of caches.
  *
  * A slab takes whole blocks of the file; ranges whose blocks touch are one read, in any order:
  *

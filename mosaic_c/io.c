@@ -17,7 +17,7 @@
 
 enum {
     CALL_MAX = 1 << 30,   /* of one system call: the kernel stops a little under 2 GiB */
-    STEP = 4 << 20,       /* of one buffered call: what a lane may leave in the page cache meanwhile */
+    STEP = 4 << 20,       /* of one buffered call: what a lane may have in the page cache */
     PIECE = 4 << 20,      /* of a range that mci_io_load spreads over the lanes */
     LANE_STACK = 256 << 10
 };
@@ -69,8 +69,8 @@ static void drop_pages(const mci_io *io, const io_file *f, int64_t offset, int64
     posix_fadvise(f->fd, from, mci_round_up(offset + bytes, io->page) - from, POSIX_FADV_DONTNEED);
 }
 
-/* The range from its `got`-th byte on. Every call but the first starts at a page, so that no page is
- * dropped half used and read twice. */
+/* The range from its `got`-th byte on. Every call but the first starts at a page, so that no page
+ * is dropped half used and read twice. */
 static int read_buffered(mci_io *io, io_file *f, const mci_run *run, int64_t got, int64_t *taken,
                          mc_error *err) {
     while (got < run->bytes) {
@@ -95,7 +95,8 @@ static int read_direct(mci_io *io, io_file *f, const mci_run *run, int64_t *take
     uint8_t *base = run->dst - lead;
     while (done < need) {
         int64_t at = done & -MCI_IO_BLOCK; /* a block that came in part is asked for again */
-        int64_t r = call_read(io, f->direct_fd, base + at, MCI_MIN(span - at, CALL_MAX), start + at);
+        int64_t n = MCI_MIN(span - at, CALL_MAX);
+        int64_t r = call_read(io, f->direct_fd, base + at, n, start + at);
         if (r < 0 && (errno == EINVAL || errno == EOPNOTSUPP || errno == ENOTSUP)) {
             atomic_store(&f->direct, false);
             break;
@@ -131,7 +132,8 @@ static int read_run(mci_io *io, const mci_run *run, int64_t *taken, mc_error *er
     int rc = find_range(io, run, &f, err);
     if (rc < 0) return rc;
     /* memory that is not congruent to the file cannot take a direct read */
-    if (atomic_load(&f->direct) && ((uintptr_t)run->dst - (uintptr_t)run->offset) % MCI_IO_BLOCK == 0)
+    bool congruent = ((uintptr_t)run->dst - (uintptr_t)run->offset) % MCI_IO_BLOCK == 0;
+    if (congruent && atomic_load(&f->direct))
         return read_direct(io, f, run, taken, err);
     return read_buffered(io, f, run, 0, taken, err);
 }

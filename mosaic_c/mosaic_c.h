@@ -269,7 +269,7 @@ int mc_store_create(mc_engine *e, int32_t n_layer, int32_t n_expert, int32_t top
                     mc_store **out, mc_error *err);
 void mc_store_free(mc_store *s);
 /* Memory of one slab that can hold any of the experts: the block-aligned superset of their ranges;
- * with 128 B-aligned scales apart in *scale_bytes (resident for every expert). Pure. */
+ * *scale_bytes: of the scales of all n, which are resident, each aligned to 128. Pure. */
 int64_t mc_expert_slab(const mc_expert *experts, int64_t n, int64_t *scale_bytes);
 /* slots: experts the cache may hold: in all, or per layer for MC_POLICY_LAYER_LRU. Allocates
  * slots + transit slabs (as many as lanes). Under the hard floor (top_k slots, or 1 per layer):

@@ -336,7 +336,8 @@ AVX2 void mci_avx2_gemm(const mci_mat *w, int64_t r0, int64_t r1, const float *c
                     : w->dtype == MC_F16 ? &f16 : &f8;
     for (int64_t left = n_tok, n; left > 0; left -= n, x += n, y += n) {
         if (left > f->few) {
-            n = MCI_MIN(left, (int64_t)TOK);
+            const int64_t passes = (left + TOK - 1) / TOK; /* of equal size */
+            n = (left + passes - 1) / passes;
             f->many(w, r0, r1, x, n, y);
             continue;
         }

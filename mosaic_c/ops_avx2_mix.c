@@ -194,6 +194,34 @@ AVX2 void mci_avx2_delta(const mci_delta_args *a) {
 
 enum { MAX_TAPS = 8 }; /* real models use 4; more goes to ops_ref.c, which gives the same bits */
 
+/* tap[j] = weight j of the channels c .. c+n; w (C, kernel). */
+AVX2_INLINE void load_taps(const float *w, int64_t c, int64_t n, int64_t kernel,
+                           __m256 tap[MAX_TAPS]) {
+    w += c * kernel;
+    if (kernel == 4 && n == 8) {
+        /*  loads  0 0 0 0 1 1 1 1 | 2 2 2 2 3 3 3 3 | ...   4 taps of channel 0, of channel 1
+         *  a[i]   channels i and i + 4, one a half; then a 4x4 transpose in each half */
+        __m256 v[4], a[4];
+        for (int i = 0; i < 4; i++) v[i] = _mm256_loadu_ps(w + 8 * i);
+        a[0] = _mm256_permute2f128_ps(v[0], v[2], 0x20);
+        a[1] = _mm256_permute2f128_ps(v[0], v[2], 0x31);
+        a[2] = _mm256_permute2f128_ps(v[1], v[3], 0x20);
+        a[3] = _mm256_permute2f128_ps(v[1], v[3], 0x31);
+        __m256 lo01 = _mm256_unpacklo_ps(a[0], a[1]), hi01 = _mm256_unpackhi_ps(a[0], a[1]);
+        __m256 lo23 = _mm256_unpacklo_ps(a[2], a[3]), hi23 = _mm256_unpackhi_ps(a[2], a[3]);
+        tap[0] = _mm256_shuffle_ps(lo01, lo23, 0x44);
+        tap[1] = _mm256_shuffle_ps(lo01, lo23, 0xee);
+        tap[2] = _mm256_shuffle_ps(hi01, hi23, 0x44);
+        tap[3] = _mm256_shuffle_ps(hi01, hi23, 0xee);
+        return;
+    }
+    for (int64_t j = 0; j < kernel; j++) {
+        float g[8] = {0};
+        for (int64_t l = 0; l < n; l++) g[l] = w[l * kernel + j];
+        tap[j] = _mm256_loadu_ps(g);
+    }
+}
+
 AVX2 void mci_avx2_conv(const float *x, int64_t n_tok, int64_t c_total, int64_t c0, int64_t c1,
                         const float *w, int64_t kernel, const float *state_in, float *state_out,
                         float *y) {
@@ -205,11 +233,7 @@ AVX2 void mci_avx2_conv(const float *x, int64_t n_tok, int64_t c_total, int64_t 
     for (int64_t c = c0; c < c1; c += 8) {
         const int64_t n = MCI_MIN(c1 - c, 8);
         __m256 tap[MAX_TAPS];
-        for (int64_t j = 0; j < kernel; j++) {
-            float g[8] = {0};
-            for (int64_t l = 0; l < n; l++) g[l] = w[(c + l) * kernel + j];
-            tap[j] = _mm256_loadu_ps(g);
-        }
+        load_taps(w, c, n, kernel, tap);
         for (int64_t t = 0; t < n_tok; t++) {
             __m256 s = _mm256_setzero_ps();
             for (int64_t j = 0; j < kernel; j++) {

@@ -5,16 +5,16 @@
  *
  *   lru, layer-lru  (last use, -)
  *   lfu             (count, last use)
- *   belady          (-next use, -item)     never refuses an item: it stays comparable with the others
+ *   belady          (-next use, -item)     never refuses an item: it stays comparable to the rest
  *
  * lfu's details, which make the hit rates of known traces reproducible to their last digit. Counts
  * fade evenly, with a half-life of 16 tokens, also from layer to layer inside a token: instead of
  * shrinking all counts at every line, a touch in layer l of token t adds 2^((t mod 16 + l/L) / 16),
  * and all counts are halved before tokens 17, 33, 49, ... Counts are fixed point with 32 bits of
- * fraction: halving whole numbers would throw away exactly the weak counts that tell the many rarely
- * used experts apart (a hit rate of 0.600 becomes 0.575 on a Zipf trace with 10 % cached). All
- * experts of the line being served are out of the heap until the line is over; a miss that finds the
- * heap empty gets no slot.
+ * fraction: halving whole numbers would throw away exactly the weak counts that tell the many
+ * rarely used experts apart (a hit rate of 0.600 becomes 0.575 on a Zipf trace with 10 % cached).
+ * All experts of the line being served are out of the heap until the line is over; a miss that
+ * finds the heap empty gets no slot.
  *
  * No randomness and no arithmetic that rounds differently elsewhere: the same touches give the same
  * victims on every machine. */

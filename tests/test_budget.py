@@ -73,6 +73,7 @@ def test_engine_takes_what_the_plan_says(expected):
             model.session().forward(expected[name]["prompt"])
             stats, items = model.stats(), {i.name: i.bytes for i in model.memory.items}
         assert stats.peak["weights"] <= items["dense weights"] + items["expert scales"]
+        assert stats.resident["weights"] >= 0.4 * (items["dense weights"] + items["expert scales"])
         assert stats.peak["state"] <= items["KV cache"] + items["session state"]
         assert stats.resident["scratch"] == items["scratch"]
         assert stats.peak["meta"] <= items["expert tables"] + 64 * 1024

@@ -227,6 +227,12 @@ def test_broken_pipe_is_quiet(tiny):
     assert p.returncode == 1 and b"Traceback" not in err and b"Exception" not in err
 
 
+def test_more_tokens_than_room_is_said(tiny):
+    r = run("generate", "x", "-m", tiny, "--ctx", 32, "-n", 100, "--temp", 0, "--ignore-eos", "--json")
+    assert b"-n 100 is more than the context of 32" in r.stderr
+    assert len(json.loads(r.stdout)["tokens"]) == 31
+
+
 def test_two_models_in_one_process(expected, reference):
     with open_small(MODEL) as a, open_small("qwen2_bf16_tied", threads=2) as b:
         for name, model in ((MODEL, a), ("qwen2_bf16_tied", b), (MODEL, a)):

@@ -269,7 +269,7 @@ def test_the_unfinished_character_at_the_end_can_still_complete_a_stop():
 STOPS = st.lists(st.text(alphabet="ab<", min_size=1, max_size=4), min_size=1, max_size=4)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(parts=st.lists(st.text(alphabet="ab<", max_size=5), max_size=12), stops=STOPS)
 def test_stop_strings_do_not_depend_on_how_text_is_cut(parts, stops):
     text = "".join(parts)
@@ -289,7 +289,7 @@ def test_stop_strings_do_not_depend_on_how_text_is_cut(parts, stops):
     assert (out, watch.matched) == (expected, matched)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(text=st.text(alphabet="ab<", max_size=12), stops=STOPS)
 def test_no_more_is_held_back_than_may_become_a_stop(text, stops):
     watch = StopStrings(stops)

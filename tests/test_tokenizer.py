@@ -102,7 +102,7 @@ def test_encode_is_the_library_with_its_post_processor(toy):
     assert toy.vocab_size == library.get_vocab_size()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(text=FRAGMENTS)
 def test_plain_text_never_becomes_an_added_token(toy, without_added, text):
     ids = toy.encode(text, specials=False)
@@ -246,7 +246,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], **options: object) -> tuple[lis
 IDS = st.lists(st.integers(0, 335), max_size=40)  # any bytes, special tokens, ids beyond the end
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=250)
 @given(ids=IDS, prefix=IDS, skip=st.booleans())
 def test_streamed_text_is_the_decoded_text(toy, ids, prefix, skip):
     detokenizer = Detokenizer(toy, prefix, skip)
@@ -281,7 +281,7 @@ def byte_ids(tokenizer: Tokenizer, text: bytes) -> list[int]:
     return ids
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(text=st.text(st.characters(exclude_characters=REPLACEMENT, codec="utf-8"), max_size=20))
 def test_each_character_comes_out_with_its_last_byte(toy, text):
     detokenizer = Detokenizer(toy)
@@ -336,7 +336,7 @@ def test_cost_of_a_token_does_not_grow(toy, pieces, monkeypatch):
     assert 0 < longest <= 32
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(text=st.text(alphabet="abc 漢😀é\u0301", max_size=20))
 def test_byte_fallback_streams_well_formed_text(pieces, text):
     ids = pieces.encode(text)
@@ -345,7 +345,7 @@ def test_byte_fallback_streams_well_formed_text(pieces, text):
     assert REPLACEMENT not in "".join(out)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(ids=st.lists(st.integers(0, 279), max_size=60))
 def test_byte_fallback_survives_malformed_bytes(pieces, ids):
     out, end = stream(pieces, ids)

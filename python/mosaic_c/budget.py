@@ -120,7 +120,7 @@ def plan_memory(
     top_k = max((m.top_k for m in moe), default=0)
     experts = sum(m.experts.count for m in moe if m.experts)
     slab = max((engine.expert_slab(a)[0] for a in located.experts), default=0)
-    scales = sum(engine.expert_slab(a)[1] * len(a) for a in located.experts)
+    scales = sum(engine.expert_slab(a)[1] for a in located.experts)
     per_layer = policy == "layer-lru"
     unit = slab * (len(moe) if per_layer else 1)  # what one slot costs
     most = max((m.experts.count for m in moe if m.experts), default=0) if per_layer else experts

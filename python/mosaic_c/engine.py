@@ -325,7 +325,7 @@ def kv_bytes(desc: dict[str, Any]) -> tuple[int, int]:
 
 
 def expert_slab(experts: np.ndarray) -> tuple[int, int]:
-    """(slab, resident scales of one expert) in bytes, for an (n, 3) array laid out as mc_tensor."""
+    """(one slab, resident scales of all) in bytes, for an (n, 3) array laid out as mc_tensor."""
     scale = ffi.new("int64_t *")
     n = lib.mc_expert_slab(
         ffi.cast("mc_expert *", ffi.from_buffer(experts)), experts.shape[0], scale

@@ -1,10 +1,10 @@
 """A checkpoint's own tokenizer, read from its folder, and text that arrives one token at a time.
 
-Owns: tokenizer.json (required), tokenizer_config.json, special_tokens_map.json and the chat
-template files (optional). Promises: ids equal those of transformers' PreTrainedTokenizerFast over
-the same folder; `encode(specials=False)` never yields an added token that the text spells; a
-Detokenizer never emits part of a character. Knows nothing of models, sampling or how a template is
-rendered. The `tokenizers` library is imported on first use only.
+Owns: tokenizer.json (required), tokenizer_config.json and special_tokens_map.json (optional).
+Promises: ids equal those of transformers' PreTrainedTokenizerFast over the same folder; with
+specials=False no text becomes an added token by spelling it; a Detokenizer never emits part of a
+character. Knows nothing of models, sampling or chat templates. The `tokenizers` library is imported
+on first use only.
 """
 
 from __future__ import annotations
@@ -261,13 +261,9 @@ class Detokenizer:
             clean = not self._text().startswith(REPLACEMENT)
             if (clean and len(self._window) >= 2) or len(self._window) == self._LIMIT:
                 break
-        self._clean = (
-            0  # tokens at the window's front that were complete text when the window was last cut
-        )
-        self._sent = self._settled(
-            self._text()
-        )  # characters of the window's text that are already out
-        self._pending = False
+        self._clean = 0  # tokens at the window's front that were complete text at the last cut
+        self._sent = self._settled(self._text())  # characters of the window that are already out
+        self._pending = False  # do characters wait that tokens given to add() began?
 
     def add(self, token: int) -> str:
         """Takes the next id; returns the new text: "" within a character and for special tokens."""

@@ -186,7 +186,7 @@ static double best_of(bench *b, mci_chunk_fn *fn, int64_t n, int times) {
 }
 
 static double plain_read(bench *b) {
-    return MEM / best_of(b, read_chunk, MEM / READ_CHUNK, 3) * 1e-9;
+    return (double)MEM / best_of(b, read_chunk, MEM / READ_CHUNK, 3) * 1e-9;
 }
 
 static void run_part(void *arg, int64_t i, int thread) {
@@ -245,7 +245,7 @@ static int bench_all(int threads, const char *word) {
     b.mem = test_alloc(MEM + 4096);
     memset(b.mem, 1, MEM + 4096);
     double peak = best_of(&b, fma_chunk, threads, 5);
-    b.fma = 12.0 * 16 * FMA_LOOPS * threads / peak * 1e-9;
+    b.fma = 12.0 * 16 * (double)FMA_LOOPS * threads / peak * 1e-9;
     printf("kernels %s, %d threads; plain read %.1f GB/s, fma %.0f GFLOP/s; medians of 9\n",
            b.ops->name, threads, plain_read(&b), b.fma);
     cases_each(bench_case, &b);

@@ -168,7 +168,7 @@ static void decodes(void) {
     CHECK(mci_f32_to_bf16(3.4028234e38f) == 0x7f80, "rounds to infinity");
     CHECK(isnan(mci_bf16_to_f32(mci_f32_to_bf16(mci_f32(0x7f800001)))), "NaN of low bits only");
     mc_error e;
-    float f;
+    float f = 0;
     CHECK(mc_decode(9, &f, 1, &f, &e) == MC_EINVAL && mc_decode(-1, &f, 1, &f, &e) == MC_EINVAL,
           "unknown dtype");
     CHECK(mc_decode(MC_F32, NULL, 1, &f, &e) == MC_EINVAL, "NULL");

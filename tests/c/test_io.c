@@ -23,7 +23,8 @@ static uint8_t byte_at(int64_t i) {
 static void make_file(const char *path, int64_t size) {
     FILE *f = fopen(path, "w");
     for (int64_t i = 0; f && i < size; i++) putc(byte_at(i), f);
-    if (!f || fflush(f) || fsync(fileno(f)) || fclose(f)) {
+    /* dirty pages cannot be dropped: the large file, whose pages are counted, is clean */
+    if (!f || fflush(f) || (size == SIZE && fsync(fileno(f))) || fclose(f)) {
         printf("FAIL cannot write %s: %s\n", path, strerror(errno));
         exit(1);
     }
@@ -313,7 +314,8 @@ static void check_truncated(int mode) {
     mci_read r = {.n_run = 1, .run = {run_into(&t, file, 40000, 20000)}};
     mci_io_submit(io, &r, &err);
     mci_io_next(io, true);
-    CHECK(r.err.code == MC_EIO && strstr(r.err.message, "wanted 20000 bytes at offset 40000, got 10001"),
+    CHECK(r.err.code == MC_EIO &&
+              strstr(r.err.message, "wanted 20000 bytes at offset 40000, got 10001"),
           "%s", r.err.message);
     mci_io_free(io);
     unlink(path);
@@ -369,7 +371,8 @@ static void check_huge(int mode) {
     int64_t size = 3LL << 30;
     snprintf(path, sizeof path, "%s/sparse", dir);
     int fd = open(path, O_CREAT | O_RDWR, 0600);
-    void *mem = mmap(NULL, (size_t)size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void *mem = mmap(NULL, (size_t)size, PROT_NONE, flags, -1, 0);
     if (fd >= 0 && ftruncate(fd, size) == 0 && mem != MAP_FAILED) {
         inject j = new_inject(1);
         j.pretend = true;

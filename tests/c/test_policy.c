@@ -84,7 +84,7 @@ static void check_layer_lru(const char *dir) {
     }
 }
 
-/* One global cache of floor(share * layers * experts) slots; the rates are known to three digits. */
+/* One global cache of floor(share * layers * experts) slots; rates are known to three digits. */
 static void check_rates(const char *dir, bool verbose) {
     static const double share[5] = {.05, .10, .15, .25, .40};
     static const int kind[3] = {MC_POLICY_LRU, MC_POLICY_LFU, MC_POLICY_BELADY};
@@ -273,7 +273,8 @@ static void check_cycle(void) {
         int64_t slots, hits;
     } known[] = {{MC_POLICY_LRU, 11, 0}, {MC_POLICY_LRU, 12, (TOKENS - 1) * 12},
                  {MC_POLICY_LAYER_LRU, 3, 0}, {MC_POLICY_LAYER_LRU, 4, (TOKENS - 1) * 12},
-                 {MC_POLICY_AUTO, 12, (TOKENS - 1) * 12}, {MC_POLICY_BELADY, 12, (TOKENS - 1) * 12}};
+                 {MC_POLICY_AUTO, 12, (TOKENS - 1) * 12},
+                 {MC_POLICY_BELADY, 12, (TOKENS - 1) * 12}};
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
         int rc = mc_policy_replay(known[i].kind, 3, K, known[i].slots, TOKENS * 3, layer, token,
                                   start, ids, &hits, &misses, NULL);

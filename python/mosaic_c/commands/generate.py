@@ -121,6 +121,8 @@ def _generate(args: argparse.Namespace, model: Any, ids: Sequence[int]) -> int:
         )  # fmt: skip
         for name in out.sampling.ignored:
             _say(f"note: {name} has no effect here")
+        if args.max_new_tokens is not None and out.limit < args.max_new_tokens:
+            _say(f"note: -n {args.max_new_tokens} is more than the context of {model.ctx} has room for: {out.limit}")
         if not out.sampling.greedy:
             _say(f"seed {out.sampling.seed}")
         elif args.verbose:
