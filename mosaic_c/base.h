@@ -45,6 +45,9 @@ typedef struct mci_mem {
  * asked for and no page touched. what: for the error ("KV pages"). bytes 0 gives NULL and MC_OK. */
 int mci_alloc(mci_mem *m, int kind, int64_t bytes, const char *what, void **out, mc_error *err);
 void mci_release(mci_mem *m, int kind, void *p, int64_t bytes); /* bytes as asked; NULL: nothing */
+/* Counts delta bytes more (fewer) without allocating: part of an allocation whose pages were given
+ * back to the system, or are about to be used again. Growth is checked against the budget. */
+int mci_recount(mci_mem *m, int kind, int64_t delta, const char *what, mc_error *err);
 
 /* ---- loads from unaligned little-endian bytes ---- */
 

@@ -121,6 +121,21 @@ static void *map_aligned(size_t size) {
     return p + head;
 }
 
+/* Adds to the total, or refuses by the budget. */
+static int take(mci_mem *m, int64_t bytes, const char *what, mc_error *err) {
+    int64_t used = 0;
+    if (reserve(m, bytes, &used)) return MC_OK;
+    return mci_fail(err, MC_EBUDGET, 0,
+                    "%s: %lld bytes asked with %lld in use would pass the budget of %lld", what,
+                    (long long)bytes, (long long)used, (long long)m->budget);
+}
+
+static void count(mci_mem *m, int kind, int64_t bytes) {
+    int64_t now = atomic_fetch_add(&m->now[kind], bytes) + bytes;
+    int64_t peak = atomic_load(&m->peak[kind]);
+    while (peak < now && !atomic_compare_exchange_weak(&m->peak[kind], &peak, now)) {}
+}
+
 int mci_alloc(mci_mem *m, int kind, int64_t bytes, const char *what, void **out, mc_error *err) {
     *out = NULL;
     if (kind < 0 || kind >= MC_MEM_KINDS || bytes < 0 || bytes > INT64_MAX - 2 * HUGE)
@@ -130,11 +145,8 @@ int mci_alloc(mci_mem *m, int kind, int64_t bytes, const char *what, void **out,
     if (injected_failure(m))
         return mci_fail(err, MC_ENOMEM, ENOMEM, "%s: allocation of %lld bytes made to fail", what,
                         (long long)bytes);
-    int64_t used = 0;
-    if (!reserve(m, bytes, &used))
-        return mci_fail(err, MC_EBUDGET, 0,
-                        "%s: %lld bytes asked with %lld in use would pass the budget of %lld", what,
-                        (long long)bytes, (long long)used, (long long)m->budget);
+    int rc = take(m, bytes, what, err);
+    if (rc < 0) return rc;
     void *p;
     if (bytes >= MAP_FROM) {
         p = map_aligned(mapped_size(bytes));
@@ -146,12 +158,21 @@ int mci_alloc(mci_mem *m, int kind, int64_t bytes, const char *what, void **out,
     if (!p) {
         atomic_fetch_sub(&m->total, bytes);
         return mci_fail(err, MC_ENOMEM, ENOMEM, "%s: the system refused %lld bytes (%lld in use)",
-                        what, (long long)bytes, (long long)used);
+                        what, (long long)bytes, (long long)atomic_load(&m->total));
     }
-    int64_t now = atomic_fetch_add(&m->now[kind], bytes) + bytes;
-    int64_t peak = atomic_load(&m->peak[kind]);
-    while (peak < now && !atomic_compare_exchange_weak(&m->peak[kind], &peak, now)) {}
+    count(m, kind, bytes);
     *out = p;
+    return MC_OK;
+}
+
+int mci_recount(mci_mem *m, int kind, int64_t delta, const char *what, mc_error *err) {
+    if (delta <= 0) {
+        atomic_fetch_add(&m->total, delta);
+    } else {
+        int rc = take(m, delta, what, err);
+        if (rc < 0) return rc;
+    }
+    count(m, kind, delta);
     return MC_OK;
 }
 

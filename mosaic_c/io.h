@@ -2,8 +2,9 @@
  * of experts or dtypes.
  *
  * Two ways to read, chosen per file when it is opened:
- *   direct  O_DIRECT: the 4 KiB-aligned superset of a range goes straight into memory. Nothing stays
- *           in the page cache. Alignment is probed; a file system that refuses is read by pread.
+ *   direct  O_DIRECT: the 4 KiB-aligned superset of a range goes straight into memory. Nothing
+ *           stays in the page cache. Alignment is probed; a file system that refuses is read by
+ *           pread.
  *   pread   POSIX_FADV_RANDOM on the descriptor, pread of the exact range, then
  *           POSIX_FADV_DONTNEED over the page-rounded range. Without both, edge pages and readahead
  *           stay in the page cache and break the memory budget.
@@ -34,11 +35,15 @@ typedef struct mci_read {
     mci_run run[3]; /* gate, up, down at worst; ranges that touch are one */
     int32_t n_run;
     int64_t tag;    /* the caller's */
+    uint8_t *fresh; /* memory never touched so far, of fresh_bytes: the lane makes its pages exist
+                       before it reads into them; NULL: none */
+    int64_t fresh_bytes;
     mc_error err;   /* code 0: complete */
     int64_t bytes;  /* taken from the file, superset included */
     struct mci_read *next;
 } mci_read;
 
+/* Counts submitted reads (experts), not mci_io_load and mci_io_fetch. */
 typedef struct mci_io_stats {
     int64_t reads, bytes;
     double read_s; /* summed over lanes */

@@ -82,7 +82,6 @@ int mc_moe_create(mc_engine *e, mc_store *s, const mc_moe_desc *d, const mc_expe
         m->store = s;
         mci_store_retain(s);
         rc = mci_weight_load(e, &d->router, d->n_expert, d->hidden, "router", &m->router, err);
-        if (rc == MC_OK) rc = mci_store_bind(s, d->layer, d->hidden, d->width, experts, err);
     }
     if (rc == MC_OK && d->shared_width &&
         (rc = mci_weight_load(e, &sh->gate, d->shared_width, d->hidden, "gate_proj", &m->gate,
@@ -98,6 +97,9 @@ int mc_moe_create(mc_engine *e, mc_store *s, const mc_moe_desc *d, const mc_expe
                         (d->shared_width &&
                          (!m->gate.mat.data || !m->up.mat.data || !m->down.mat.data))))
         rc = mci_fail(err, MC_EINVAL, 0, "moe: norm, router and shared expert are needed");
+    /* last: a layer of the store is bound once */
+    if (rc == MC_OK && d->n_expert)
+        rc = mci_store_bind(s, d->layer, d->hidden, d->width, experts, err);
 done:
     mci_leave(e);
     if (rc < 0) {

@@ -53,6 +53,7 @@ struct mc_store {
     uint8_t *arena;
     void *arena_mem, *slab_mem;
     int64_t arena_bytes, slab_mem_bytes;
+    int64_t given_back; /* bytes of the arena that a shrink returned to the system */
     mci_read *reads, *spare;
     int32_t *free_slab; /* (n_slab) stack */
     uint8_t *flags;     /* (n_slab) */
@@ -129,6 +130,9 @@ static void close_arena(mc_store *s) {
     mci_policy_free(s->policy);
     mci_release(&s->e->mem, MC_MEM_META, s->slab_mem, s->slab_mem_bytes);
     mci_release(&s->e->mem, MC_MEM_CACHE, s->arena_mem, s->arena_bytes);
+    /* what was given back is not counted, and the release took off all */
+    if (s->arena_mem)
+        mci_recount(&s->e->mem, MC_MEM_CACHE, s->given_back, "expert cache", NULL);
     s->policy = NULL;
     s->slab_mem = s->arena_mem = NULL;
 }
@@ -285,6 +289,12 @@ int mc_store_resize(mc_store *s, int64_t slots, mc_error *err) {
         rc = mci_fail(err, MC_EBUDGET, 0, "expert cache: %lld slots asked, opened with %lld",
                       (long long)slots, (long long)s->slots_max);
     if (rc == MC_OK) {
+        int64_t back = s->n_slab - capacity(s, slots) - mci_io_lanes(s->e->io);
+        back = s->arena_bytes < OWN_MAPPING ? 0 : back * s->slab_bytes;
+        rc = mci_recount(&s->e->mem, MC_MEM_CACHE, s->given_back - back, "expert cache", err);
+        if (rc == MC_OK) s->given_back = back;
+    }
+    if (rc == MC_OK) {
         while (s->slots > slots) { /* a slot at a time: each layer loses one item at most */
             int64_t n = mci_policy_resize(s->policy, --s->slots, s->gone);
             for (int64_t i = 0; i < n; i++) s->slab_of[s->gone[i]] = NONE;
@@ -310,18 +320,6 @@ static void free_slab(mc_store *s, entry *en) {
     en->slab = NONE;
 }
 
-/* Backs a slab with pages before its first read: direct reads into huge pages are several times
- * faster than into pages that appear one by one. */
-static void warm(mc_store *s, int32_t slab) {
-    uint8_t *p = slab_at(s, slab);
-    if (s->flags[slab] & WARM) return;
-    s->flags[slab] |= WARM;
-#ifdef MADV_POPULATE_WRITE
-    if (madvise(p, (size_t)s->slab_bytes, MADV_POPULATE_WRITE) == 0) return;
-#endif
-    for (int64_t i = 0; i < s->slab_bytes; i += MCI_IO_BLOCK) *(volatile uint8_t *)(p + i) = 0;
-}
-
 static void fail_line(mc_store *s, entry *en, const mc_error *error) {
     free_slab(s, en);
     if (en->keep) mci_policy_forget(s->policy, item_of(s, en));
@@ -341,7 +339,10 @@ static void issue(mc_store *s) {
         mc_error error;
         s->spare = r->next;
         en->slab = s->free_slab[--s->n_free];
-        warm(s, en->slab);
+        bool warm = s->flags[en->slab] & WARM;
+        s->flags[en->slab] |= WARM;
+        r->fresh = warm ? NULL : slab_at(s, en->slab);
+        r->fresh_bytes = s->slab_bytes;
         r->n_run = l.n_run;
         r->tag = en - s->line;
         for (int32_t i = 0; i < l.n_run; i++)

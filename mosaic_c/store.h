@@ -1,6 +1,6 @@
 /* store.h - experts on disk and the slabs that hold some of them. moe.c asks for one line (the
- * distinct experts that a layer needs now) and takes them as they become ready: cached ones at once,
- * the rest as they arrive. Called under the engine's lock.
+ * distinct experts that a layer needs now) and takes them as they become ready: cached ones at
+ * once, the rest as they arrive. Called under the engine's lock.
  *
  * Slabs: `slots` for the cache and as many transit slabs as lanes. policy.c decides a whole line
  * first; an expert that a later one of the same line pushes out, or that gets no slot, is computed
@@ -34,6 +34,7 @@ int mci_store_begin(mc_store *s, int32_t layer, const int32_t *ids, int32_t n, m
 int mci_store_next(mc_store *s, mci_expert_view *out, int32_t max, bool wait, mc_error *err);
 /* The expert is computed: its slab may be reused, and reads that waited for a slab go out. */
 void mci_store_done(mc_store *s, int32_t index);
-/* Ends the line in any state: waits for reads in progress, unpins, drops failed items. Always call. */
+/* Ends the line in any state: waits for reads in progress, unpins, drops failed items. Always call
+ * it; without a line it does nothing. */
 void mci_store_end(mc_store *s);
 #endif

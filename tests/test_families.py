@@ -81,6 +81,7 @@ def test_qwen3() -> None:
     assert m.experts.fused[0] == "model.layers.1.mlp.experts.gate_up_proj"
     norms = [p.final_norm, a.norm, a.q_norm, a.k_norm, m.norm]
     assert all(n and not n.plus_one and n.eps == 1e-6 for n in norms)
+    assert attention(plan_for(changed(QWEN3, "attention_bias", ...))).q_bias is None
 
 
 def test_qwen2() -> None:
@@ -95,6 +96,8 @@ def test_qwen2() -> None:
     )
     assert m.shared_gate == Weight("model.layers.0.mlp.shared_expert_gate.weight", (1, 72))
     assert attention(plan_for(changed(QWEN2, "qkv_bias", False))).q_bias is None
+    dense = plan_for(changed(QWEN2, "mlp_only_layers", [1])).layers[1].moe
+    assert not any(n.plus_one for n in (p.final_norm, a.norm, m.norm, dense.norm)) and not a.gate
 
 
 def test_qwen35_wrapped_and_bare() -> None:
@@ -134,6 +137,7 @@ def test_layer_kinds_from_the_interval() -> None:
 
 def test_biases_where_the_plan_carries_them() -> None:
     for config in (QWEN3, BARE):
+        assert attention(plan_for(changed(config, "attention_bias", ...))).o_bias is None
         a = attention(plan_for(changed(config, "attention_bias", True)))
         assert a.q_bias and a.k_bias and a.v_bias and a.o_bias
         assert a.q_bias.shape == a.q.shape[:1] and a.o_bias.shape == a.o.shape[:1]

@@ -1,5 +1,5 @@
-/* test_expert.c - where experts lie: exact slab sizes for every arrangement of the three matrices, and
- * few reads for many scales. test_store.c checks the bytes. */
+/* test_expert.c - where experts lie: exact slab sizes for every arrangement of the three matrices,
+ * and few reads for many scales. test_store.c checks the bytes. */
 #include <fcntl.h>
 #include <libgen.h>
 #include <unistd.h>
@@ -33,7 +33,7 @@ static void check_slab(void) {
         {EXPERT(0, 7, 1, M + 7, 0, M + 7), 2 * M + BLOCK + M + BLOCK},    /* another file */
         {EXPERT(0, 0, 1, 0, 2, 0), 3 * M},
         {EXPERT(0, 5, 0, 5, 0, 5), M + BLOCK},                            /* the same bytes */
-        {EXPERT(0, 0, 0, M + BLOCK, 0, 2 * M + BLOCK), 3 * M},            /* a whole block between */
+        {EXPERT(0, 0, 0, M + BLOCK, 0, 2 * M + BLOCK), 3 * M},           /* a whole block between */
         {EXPERT(0, 0, 0, M + 1, 0, 2 * M + 1), 3 * M + BLOCK}};
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
         int64_t slab = mc_expert_slab(&known[i].x, 1, &scales);
