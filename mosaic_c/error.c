@@ -89,7 +89,8 @@ static bool reserve(mci_mem *m, int64_t bytes, int64_t *used) {
     int64_t t = atomic_load(&m->total);
     do {
         *used = t;
-        if (bytes > INT64_MAX - t || (m->budget > 0 && bytes > m->budget - t)) return false;
+        if (bytes > INT64_MAX - MCI_MAX(t, 0)) return false;
+        if (m->budget > 0 && bytes > m->budget - t) return false;
     } while (!atomic_compare_exchange_weak(&m->total, &t, t + bytes));
     return true;
 }
