@@ -131,6 +131,8 @@ def test_interrupt(tiny):
             str(tiny),
             "--ignore-eos",
             "--stats",
+            "--isa",
+            "scalar",  # slow enough to be interrupted,
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -228,7 +230,9 @@ def test_broken_pipe_is_quiet(tiny):
 
 
 def test_more_tokens_than_room_is_said(tiny):
-    r = run("generate", "x", "-m", tiny, "--ctx", 32, "-n", 100, "--temp", 0, "--ignore-eos", "--json")
+    r = run(
+        "generate", "x", "-m", tiny, "--ctx", 32, "-n", 100, "--temp", 0, "--ignore-eos", "--json"
+    )
     assert b"-n 100 is more than the context of 32" in r.stderr
     assert len(json.loads(r.stdout)["tokens"]) == 31
 
