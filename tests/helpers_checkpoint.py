@@ -33,7 +33,7 @@ QWEN3: Config = {
     "eos_token_id": 7,
     "head_dim": 16,
     "hidden_act": "silu",
-    "hidden_size": 136,
+    "hidden_size": 129,
     "intermediate_size": 96,
     "max_position_embeddings": 4096,
     "mlp_only_layers": [],

@@ -92,7 +92,10 @@ def cached_bytes(paths: list[str]) -> int:
     libc, total = ctypes.CDLL(None, use_errno=True), 0
     for path in paths:
         size = os.path.getsize(path)
-        with open(path, "rb") as f, mmap.mmap(f.fileno(), size, flags=mmap.MAP_PRIVATE, prot=3) as m:
+        with (
+            open(path, "rb") as f,
+            mmap.mmap(f.fileno(), size, flags=mmap.MAP_PRIVATE, prot=3) as m,
+        ):
             pages = -(-size // mmap.PAGESIZE)
             vec = (ctypes.c_ubyte * pages)()
             here = ctypes.c_char.from_buffer(m)
@@ -143,7 +146,8 @@ def main() -> None:
     if a is None or b is None:
         print("(a), (b): not run, no memory control group can be made here")
     else:
-        print(f"(a) group of 4 x RAM: peak {format_size(a['group_peak'])} of {format_size(ram)}, {a['tok_s']:.2f} tok/s")
+        peak = format_size(a["group_peak"])
+        print(f"(a) group of 4 x RAM: peak {peak} of {format_size(ram)}, {a['tok_s']:.2f} tok/s")
         print(
             f"(b) group of RAM: major faults after warm-up {b['faults']}, {b['tok_s']:.2f} tok/s, "
             f"{b['tok_s'] / a['tok_s']:.2f} of (a)"

@@ -154,7 +154,7 @@ def test_per_expert_fp8(tmp_path: Path, scale: str) -> None:
 
 @pytest.mark.parametrize("kind", ["BF16", "F32", "fp8 with BF16 scales", "fp8 with F32 scales"])
 def test_fused_experts(tmp_path: Path, kind: str) -> None:
-    """Rows of gate_up are gate, then up; hidden 136 has a partial block."""
+    """Rows of gate_up are gate, then up; hidden 129 has a partial block."""
     config = changed(QWEN3_FP8, "moe_intermediate_size", 256)
     if kind.startswith("fp8"):
         tensors = fp8(config, scale=kind.split()[2], fused=True)
@@ -218,8 +218,8 @@ def test_tied_head(tmp_path: Path) -> None:
 
 
 def test_span_sizes() -> None:
-    span = Span(0, "F8_E4M3", 10, 136, 129, 1, "F32", 5)
-    assert (span.nbytes, span.scale_nbytes) == (136 * 129, 16)
+    span = Span(0, "F8_E4M3", 10, 129, 200, 1, "F32", 5)
+    assert (span.nbytes, span.scale_nbytes) == (129 * 200, 16)
     assert (Span(0, "F32", 0, 1, 3).nbytes, Span(0, "F32", 0, 1, 3).scale_nbytes) == (12, 0)
 
 
@@ -255,13 +255,13 @@ def test_names_with_another_prefix(tmp_path: Path) -> None:
 
 
 def test_experts_in_both_layouts(tmp_path: Path) -> None:
-    tensors = {**bf16(fused=True), FIRST + "mlp.experts.3.up_proj.weight": ("BF16", (24, 136))}
+    tensors = {**bf16(fused=True), FIRST + "mlp.experts.3.up_proj.weight": ("BF16", (24, 129))}
     refused(tmp_path, QWEN3, tensors, "both fused", "gate_up_proj", "experts.{e}.up_proj")
 
 
 def test_experts_and_layers_beyond_the_config(tmp_path: Path) -> None:
     bigger = bf16(changed(QWEN3, "num_experts", 13))
-    same = {n: s if ".gate.weight" not in n else ("BF16", (12, 136)) for n, s in bigger.items()}
+    same = {n: s if ".gate.weight" not in n else ("BF16", (12, 129)) for n, s in bigger.items()}
     refused(
         tmp_path, QWEN3, same, "6 tensors beyond the config", "num_experts = 12",
         '"model.layers.0.mlp.experts.12.gate_proj.weight"',
@@ -292,11 +292,11 @@ def test_unknown_tensors(tmp_path: Path) -> None:
     "name, shape",
     [
         ("model.norm.weight", (137,)),
-        ("model.norm.weight", (1, 136)),
-        (FIRST + "self_attn.q_proj.weight", (136, 64)),
-        (FIRST + "mlp.gate.weight", (13, 136)),
-        (FIRST + "mlp.experts.5.down_proj.weight", (24, 136)),
-        ("lm_head.weight", (41, 136)),
+        ("model.norm.weight", (1, 129)),
+        (FIRST + "self_attn.q_proj.weight", (129, 64)),
+        (FIRST + "mlp.gate.weight", (13, 129)),
+        (FIRST + "mlp.experts.5.down_proj.weight", (24, 129)),
+        ("lm_head.weight", (41, 129)),
     ],
 )
 def test_wrong_shape(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
@@ -310,8 +310,8 @@ def test_wrong_shape(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
 def test_wrong_shape_of_fused_experts(tmp_path: Path) -> None:
     tensors = bf16(fused=True)
     name = FIRST + "mlp.experts.gate_up_proj"
-    tensors[name] = ("BF16", (12, 136, 48))  # transposed, as some older families store it
-    refused(tmp_path, QWEN3, tensors, f'"{name}"', "[12, 48, 136]", "got [12, 136, 48]")
+    tensors[name] = ("BF16", (12, 129, 48))  # transposed, as some older families store it
+    refused(tmp_path, QWEN3, tensors, f'"{name}"', "[12, 48, 129]", "got [12, 129, 48]")
 
 
 @pytest.mark.parametrize("dtype", ["F64", "I8", "U8", "F8_E5M2", "F8_E8M0", "BOOL", "I64"])
@@ -344,7 +344,7 @@ def test_scales(tmp_path: Path, name: str) -> None:
         other: Spec = {**good, scale: (dtype, shape)}
         refused(tmp_path, QWEN3_FP8, other, f'"{scale}"', "F32 or BF16", f"got {dtype}",
                 code="EUNSUPPORTED")  # fmt: skip
-    for wrong in ((1, 1), (4, 4), (shape[0], 136), (1,), ()):
+    for wrong in ((1, 1), (4, 4), (shape[0], 129), (1,), ()):
         if wrong == shape:
             continue
         other = {**good, scale: ("BF16", wrong)}
@@ -354,7 +354,7 @@ def test_scales(tmp_path: Path, name: str) -> None:
 
 
 def test_fp8_where_there_are_no_blocks(tmp_path: Path) -> None:
-    tensors: Spec = {**fp8(), "model.norm.weight": ("F8_E4M3", (136,))}
+    tensors: Spec = {**fp8(), "model.norm.weight": ("F8_E4M3", (129,))}
     tensors["model.norm.weight_scale_inv"] = ("BF16", (1, 2))
     refused(tmp_path, QWEN3_FP8, tensors, '"model.norm.weight"', "not a matrix", "F8_E4M3",
             code="EUNSUPPORTED")  # fmt: skip
@@ -392,8 +392,8 @@ def test_qwen36_35b_opens_in_about_a_second(tmp_path: Path) -> None:
 
 def test_absurd_config_is_refused_quickly(tmp_path: Path) -> None:
     config = changed(changed(QWEN3, "num_experts", 4096), "num_hidden_layers", 1024)
-    tensors: Spec = {**bf16(), FIRST + "mlp.gate.weight": ("BF16", (4096, 136))}
-    tensors["model.layers.1.mlp.gate.weight"] = ("BF16", (4096, 136))
+    tensors: Spec = {**bf16(), FIRST + "mlp.gate.weight": ("BF16", (4096, 129))}
+    tensors["model.layers.1.mlp.gate.weight"] = ("BF16", (4096, 129))
     start = time.process_time()
     refused(tmp_path, config, tensors, "or more of the tensors", "in all")
     assert time.process_time() - start < 4

@@ -60,6 +60,8 @@ def test_io_modes(io, expected, reference):
     if io == "pread":
         assert stats.files_pread == files
     assert stats.reads == stats.misses > 0 and stats.lanes_ran > 0
+    assert stats.misses <= 40  # one chunk: each of 4 x 10 experts is read at most once
+    assert stats.expert_rows == 4 * 150 * 3
 
 
 @settings(max_examples=40, deadline=None)

@@ -62,26 +62,27 @@ def test_order_of_families_is_stable() -> None:
 
 def test_qwen3() -> None:
     p = plan_for(QWEN3)
-    assert (p.family, p.hidden, p.vocab, p.max_positions) == ("qwen3_moe", 136, 40, 4096)
+    assert (p.family, p.hidden, p.vocab, p.max_positions) == ("qwen3_moe", 129, 40, 4096)
     assert (p.skip, p.weight_block, p.spare_head) == ((), None, None)
-    assert p.embed == Weight("model.embed_tokens.weight", (40, 136))
-    assert p.head == Weight("lm_head.weight", (40, 136))
-    assert p.final_norm.weight == Weight("model.norm.weight", (136,))
+    assert p.embed == Weight("model.embed_tokens.weight", (40, 129))
+    assert p.head == Weight("lm_head.weight", (40, 129))
+    assert p.final_norm.weight == Weight("model.norm.weight", (129,))
     a, m = attention(p, 1), p.layers[1].moe
     assert (a.heads, a.kv_heads, a.head_dim, a.rope_dim, a.rope_theta) == (4, 2, 16, 16, 1e6)
-    assert a.q == Weight("model.layers.1.self_attn.q_proj.weight", (64, 136))
-    assert a.k == Weight("model.layers.1.self_attn.k_proj.weight", (32, 136))
-    assert a.o == Weight("model.layers.1.self_attn.o_proj.weight", (136, 64))
+    assert a.q == Weight("model.layers.1.self_attn.q_proj.weight", (64, 129))
+    assert a.k == Weight("model.layers.1.self_attn.k_proj.weight", (32, 129))
+    assert a.o == Weight("model.layers.1.self_attn.o_proj.weight", (129, 64))
     assert a.q_norm and a.q_norm.weight == Weight("model.layers.1.self_attn.q_norm.weight", (16,))
     assert not (a.gate or a.q_bias or a.o_bias)
     assert (m.top_k, m.renormalise, m.shared, m.shared_gate) == (3, True, None, None)
-    assert m.router == Weight("model.layers.1.mlp.gate.weight", (12, 136))
-    assert m.experts and (m.experts.count, m.experts.width, m.experts.hidden) == (12, 24, 136)
+    assert m.router == Weight("model.layers.1.mlp.gate.weight", (12, 129))
+    assert m.experts and (m.experts.count, m.experts.width, m.experts.hidden) == (12, 24, 129)
     assert m.experts.per_expert[2] == "model.layers.1.mlp.experts.{e}.down_proj.weight"
     assert m.experts.fused[0] == "model.layers.1.mlp.experts.gate_up_proj"
     norms = [p.final_norm, a.norm, a.q_norm, a.k_norm, m.norm]
     assert all(n and not n.plus_one and n.eps == 1e-6 for n in norms)
     assert attention(plan_for(changed(QWEN3, "attention_bias", ...))).q_bias is None
+    assert not plan_for(changed(QWEN3, "norm_topk_prob", ...)).layers[0].moe.renormalise
 
 
 def test_qwen2() -> None:

@@ -76,7 +76,7 @@ def dense_bytes(located: Located) -> int:
         if span.rows == 1 or len(weight.shape) == 3:  # vectors and the convolution become float32
             total += span.rows * span.cols * 4 + TENSOR_SLACK
         else:
-            total += span.nbytes + TENSOR_SLACK
+            total += span.nbytes + span.scale_nbytes + TENSOR_SLACK
     return total
 
 

@@ -239,10 +239,11 @@ def stop_ids(
     """Tokens that end a turn: each eos of generation_config, config, text_config, tokenizer."""
     found = set(tokenizer.eos_ids) if tokenizer is not None else set()
     config = config or {}
+    text_config = config.get("text_config")
     for where, part in (
         ("generation_config", generation_config or {}),
         ("config", config),
-        ("config.text_config", config.get("text_config") or {}),
+        ("config.text_config", text_config if isinstance(text_config, dict) else {}),
     ):
         eos = part.get("eos_token_id")
         for token in eos if isinstance(eos, (list, tuple)) else [eos]:
