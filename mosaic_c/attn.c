@@ -78,8 +78,8 @@ static int check(const mc_attn_desc *d, mc_error *err) {
                         "attention: %d heads over %d KV heads, rope dim %d: expected a multiple "
                         "and an even number",
                         d->n_head, d->n_kv_head, d->rope_dim);
-    if (d->rope_dim && !(d->rope_theta > 1.0))
-        return mci_fail(err, MC_EINVAL, 0, "attention: rope theta: expected above 1, got %g",
+    if (d->rope_dim && !(d->rope_theta >= 1.0))
+        return mci_fail(err, MC_EINVAL, 0, "attention: rope theta: expected 1 or more, got %g",
                         d->rope_theta);
     return MC_OK;
 }
@@ -306,6 +306,7 @@ int mc_attn_forward(mc_attn *a, mc_step *st, float *x, mc_error *err) {
     mci_run_jobs(e, &(mci_job){.w = &a->o.mat, .x = op, .y = (float *const *)hp, .n_tok = T}, 1);
     mci_pool_run(e->pool, residual_token, &c, T);
 done:
+    st->failed |= rc < 0;
     mci_leave(e);
     return rc;
 }

@@ -271,6 +271,7 @@ int mc_delta_forward(mc_delta *a, mc_step *st, float *x, mc_error *err) {
     mci_run_jobs(e, &(mci_job){.w = &a->out.mat, .x = op, .y = (float *const *)hp, .n_tok = T}, 1);
     mci_pool_run(e->pool, residual_token, &c, T);
 done:
+    st->failed |= rc < 0;
     mci_leave(e);
     return rc;
 }

@@ -68,14 +68,19 @@ void mci_leave(mc_engine *e) {
 int mci_scratch_reserve(mc_engine *e, int64_t bytes, mc_error *err) {
     void *p;
     int rc;
-    if (bytes <= e->scratch_size) return MC_OK;
-    mci_release(&e->mem, MC_MEM_SCRATCH, e->scratch, e->scratch_size);
-    e->scratch = NULL;
-    e->scratch_size = 0;
-    if ((rc = mci_alloc(&e->mem, MC_MEM_SCRATCH, bytes, "scratch", &p, err)) < 0) return rc;
-    e->scratch = p;
-    e->scratch_size = bytes;
-    return MC_OK;
+    int64_t old = e->scratch_size;
+    if (bytes <= old) return MC_OK;
+    /* Replaces, so the budget sees the difference alone; what earlier blocks rely on stays when the
+     * new arena is refused. Its pages are untouched until then: both at once cost no memory. */
+    mci_recount(&e->mem, MC_MEM_SCRATCH, -old, "scratch", NULL);
+    rc = mci_alloc(&e->mem, MC_MEM_SCRATCH, bytes, "scratch", &p, err);
+    if (rc == MC_OK) {
+        mci_release(&e->mem, MC_MEM_SCRATCH, e->scratch, old);
+        e->scratch = p;
+        e->scratch_size = bytes;
+    }
+    mci_recount(&e->mem, MC_MEM_SCRATCH, old, "scratch", NULL);
+    return rc;
 }
 
 void *mci_scratch(mc_engine *e, int64_t n, int64_t size) {

@@ -8,6 +8,10 @@ static int64_t page_count(const mc_kv_desc *d) {
     return (d->ctx + MC_PAGE_TOKENS - 1) / MC_PAGE_TOKENS;
 }
 
+static int64_t pool_pages(const mc_kv_desc *d) {
+    return !d->n_attn ? 0 : d->pages ? d->pages : page_count(d);
+}
+
 static int64_t page_bytes(const mc_kv_desc *d) {
     return (int64_t)d->n_attn * 2 * d->n_kv_head * MC_PAGE_TOKENS * d->head_dim *
            (d->dtype == MC_F32 ? 4 : 2);
@@ -18,7 +22,7 @@ static int64_t state_floats(const mc_kv_desc *d) {
                          (int64_t)d->n_v_head * d->dk * d->dv);
 }
 
-/* Caps keep every product of one page and one state far below 2^62. */
+/* Caps keep one page and one state far below 2^62; all pages together are checked. */
 int mci_kv_check(const mc_kv_desc *d, mc_error *err) {
     const struct {
         const char *name;
@@ -40,13 +44,16 @@ int mci_kv_check(const mc_kv_desc *d, mc_error *err) {
                             f[i].name, (long long)f[i].lo, (long long)f[i].hi, (long long)f[i].v);
     if (d->dtype != MC_F32 && d->dtype != MC_BF16)
         return mci_fail(err, MC_EINVAL, 0, "state: KV dtype: expected F32 or BF16");
+    int64_t pool;
+    if (!mci_mul(pool_pages(d), page_bytes(d) + 8, &pool))
+        return mci_fail(err, MC_EINVAL, 0, "state: %lld KV pages of %lld bytes are too many",
+                        (long long)pool_pages(d), (long long)page_bytes(d));
     return MC_OK;
 }
 
 int64_t mc_kv_pool_bytes(const mc_kv_desc *d) {
     if (mci_kv_check(d, NULL) < 0) return MC_EINVAL;
-    int64_t n = d->n_attn ? (d->pages ? d->pages : page_count(d)) : 0;
-    return n * page_bytes(d) + n * 8;
+    return pool_pages(d) * (page_bytes(d) + 8);
 }
 
 int64_t mc_kv_session_bytes(const mc_kv_desc *d) {
@@ -64,7 +71,7 @@ int mc_kv_create(mc_engine *e, const mc_kv_desc *d, mc_kv **out, mc_error *err) 
     atomic_init(&kv->refs, 1);
     kv->d = *d;
     kv->table_len = page_count(d);
-    kv->n_page = d->n_attn ? (d->pages ? d->pages : kv->table_len) : 0;
+    kv->n_page = pool_pages(d);
     kv->page_bytes = page_bytes(d);
     kv->conv_floats = d->n_delta ? (int64_t)d->conv_dim * (d->conv_kernel - 1) : 0;
     kv->rec_floats = (int64_t)d->n_v_head * d->dk * d->dv;

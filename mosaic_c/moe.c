@@ -47,7 +47,7 @@ static int check(const mc_moe_desc *d, const mc_store *s, const mc_expert *exper
     } f[] = {{"layer", d->layer, 0, 4096},
              {"hidden", d->hidden, 1, 1 << 20},
              {"experts", d->n_expert, 0, 1 << 16},
-             {"top-k", d->top_k, d->n_expert ? 1 : 0, MCI_MIN(d->n_expert, 1024)},
+             {"top-k", d->top_k, d->n_expert ? 1 : 0, d->n_expert},
              {"expert width", d->width, d->n_expert ? 1 : 0, 1 << 20},
              {"shared width", d->shared_width, d->n_expert ? 0 : 1, 1 << 20},
              {"chunk", d->max_tok, 1, 1 << 20}};
@@ -99,7 +99,7 @@ int mc_moe_create(mc_engine *e, mc_store *s, const mc_moe_desc *d, const mc_expe
         rc = mci_fail(err, MC_EINVAL, 0, "moe: norm, router and shared expert are needed");
     /* last: a layer of the store is bound once */
     if (rc == MC_OK && d->n_expert)
-        rc = mci_store_bind(s, d->layer, d->hidden, d->width, experts, err);
+        rc = mci_store_bind(s, d, experts, err);
 done:
     mci_leave(e);
     if (rc < 0) {
@@ -287,9 +287,9 @@ int mc_moe_forward(mc_moe *m, mc_step *st, float *x, int32_t *routed, mc_error *
     mc_engine *e = m->e;
     const mc_moe_desc *d = &m->d;
     int64_t T = st->n_tok, rows = max_rows(d);
-    double t0 = mci_now();
     int rc = mci_enter(e, err);
     if (rc < 0) return rc;
+    double t0 = mci_now();
     if ((rc = mci_step_check(st, e, d->max_tok, err)) < 0) goto done;
     moe_ctx c = {.m = m, .n_tok = T, .x = x};
     c.h = mci_scratch(e, T * d->hidden, 4);
@@ -333,6 +333,7 @@ int mc_moe_forward(mc_moe *m, mc_step *st, float *x, int32_t *routed, mc_error *
     if (routed) memcpy(routed, c.ids, (size_t)(T * d->top_k) * 4);
     e->stats.expert_rows += T * d->top_k;
 done:
+    st->failed |= rc < 0;
     e->stats.moe_s += mci_now() - t0;
     mci_leave(e);
     return rc;

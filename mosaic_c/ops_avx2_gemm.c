@@ -9,7 +9,7 @@
  *                 tokens at a time: 12 accumulators, 3 of x and 1 of w fill the 16 registers.
  *
  * A NaN weight makes the row's result NaN whatever x is, so FP8 rows are decoded as if no NaN
- * existed while a cheap byte maximum watches for 0x7f and 0xff; a row that has one is set to NaN. */
+ * existed while a byte maximum watches for 0x7f and 0xff; a row that has one is set to NaN. */
 #include "ops.h"
 
 #if defined(__x86_64__)
@@ -38,7 +38,7 @@ AVX2_INLINE int size_of(int dtype) { return dtype == MC_F32 ? 4 : is_f8(dtype) ?
  *   f32      s 0000eeee mmm00000000000000000000  bias 127: 2^-120 of the value
  *
  * F8_SMALL leaves it at that and x is multiplied by 2^120 instead, once for all rows; the products
- * are the same. F8 scales the weight by an exact fma; its addend -0 keeps the sign of zero. (A plain
+ * are the same. F8 scales the weight by an exact fma; its addend -0 keeps the sign of 0. (A plain
  * multiplication halves the speed where subnormal factors are slow, as on Zen.) */
 AVX2_INLINE __m256 decode8(const uint8_t *p, const int dtype) {
     if (dtype == MC_F32) return _mm256_loadu_ps((const float *)(const void *)p);
@@ -184,7 +184,8 @@ AVX2_INLINE void dot_rows(const mci_mat *w, const int64_t *row, const int nr,
             dot_block(p, nr, xp, nt, left, acc, &nan, dtype);
         UNROLL for (int r = 0; r < nr; r++) {
             __m256 s = _mm256_set1_ps(is_f8(dtype) ? scale_at(w, scale[r], b) : 1.0f);
-            UNROLL for (int t = 0; t < nt; t++) tot[r][t] = _mm256_fmadd_ps(acc[r][t], s, tot[r][t]);
+            UNROLL for (int t = 0; t < nt; t++)
+                tot[r][t] = _mm256_fmadd_ps(acc[r][t], s, tot[r][t]);
             p[r] += MCI_BLOCK * size;
         }
         UNROLL for (int t = 0; t < nt; t++) xp[t] += MCI_BLOCK;
@@ -312,7 +313,7 @@ typedef struct format {
     int64_t few; /* up to so many tokens decoding anew for every 3 beats the tile (measured) */
 } format;
 
-#define FORMAT(name, dtype, limit)                                                                        \
+#define FORMAT(name, dtype, limit)                                                                 \
     FEW(name##_1, 1, dtype)                                                                        \
     FEW(name##_2, 2, dtype)                                                                        \
     FEW(name##_3, 3, dtype)                                                                        \

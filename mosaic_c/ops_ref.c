@@ -1,7 +1,7 @@
 /* ops_ref.c - the specification of every kernel in plain C: no intrinsics, no shortcuts.
  *
  * Every other kernel set gives these bits. fma is always written out (fmaf); nothing is left to
- * contraction. It is the fallback on machines without vector kernels and the oracle of the tests. */
+ * contraction. It is the fallback without vector kernels and the oracle of the tests. */
 #include "ops.h"
 
 #include <math.h>

@@ -246,6 +246,7 @@ int mc_step_begin(mc_step *st, mc_session *const *sessions, int32_t n, mc_error 
     int rc = mci_enter(st->e, err);
     if (rc < 0) return rc;
     step_end(st, false);
+    st->failed = false;
     if (n < 1) rc = mci_fail(err, MC_EINVAL, 0, "step: needs at least one session");
     if (rc == MC_OK && n > st->cap) {
         mci_seg *p = realloc(st->seg, (size_t)n * sizeof *p);
@@ -321,7 +322,9 @@ int mc_step_commit(mc_step *st, mc_error *err) {
     int rc = mci_enter(st->e, err);
     if (rc < 0) return rc;
     if (!st->n) rc = mci_fail(err, MC_EINVAL, 0, "step: not begun");
-    step_end(st, true);
+    if (st->n && st->failed)
+        rc = mci_fail(err, MC_EINVAL, 0, "step: a layer of it failed; nothing is committed");
+    step_end(st, rc == MC_OK);
     mci_leave(st->e);
     return rc;
 }

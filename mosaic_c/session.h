@@ -47,7 +47,7 @@ struct mc_session {
     mc_kv *kv;
     int64_t refs; /* its owner, and each step that holds it */
     atomic_int busy;
-    int64_t pos;     /* committed tokens */
+    _Atomic int64_t pos; /* committed tokens */
     int32_t *pages;  /* (table_len); n_page held, enough for the pending tokens */
     int64_t n_page;
     float *state[2]; /* [cur] is committed, the other one is the step's */
@@ -73,6 +73,7 @@ struct mc_step {
     mci_seg *seg;
     int32_t n, cap;
     int64_t n_tok; /* of the chunk; 0: no chunk is open */
+    bool failed;   /* a layer failed: the work is incomplete and must not be committed */
 };
 
 /* The step belongs to e, has a chunk of 1..max_tok tokens and its sessions use kv-like state. */

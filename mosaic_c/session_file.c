@@ -36,18 +36,27 @@ static void fill_shape(const mc_kv *kv, int64_t *s) {
 
 /* ---- writing ---- */
 
+#define CACHED (8 << 20) /* bytes that may lie in the page cache at a time: it counts as ours */
+
 typedef struct file {
     int fd;
     const char *path;
-    int64_t at; /* bytes so far */
+    int64_t at, dropped; /* bytes so far; of these, out of the page cache */
     mci_crc crc;
 } file;
+
+/* Takes what has been read or written (once it is on disk) out of the page cache. */
+static void drop_pages(file *f, bool written) {
+    if (written) (void)fdatasync(f->fd);
+    (void)posix_fadvise(f->fd, 0, 0, POSIX_FADV_DONTNEED);
+    f->dropped = f->at;
+}
 
 static int put(file *f, const void *data, int64_t n, mc_error *err) {
     const uint8_t *p = data;
     mci_crc_add(&f->crc, data, n);
     while (n > 0) {
-        ssize_t k = write(f->fd, p, (size_t)MCI_MIN(n, 1 << 26));
+        ssize_t k = write(f->fd, p, (size_t)MCI_MIN(n, CACHED));
         if (k < 0 && errno == EINTR) continue;
         if (k <= 0)
             return mci_fail(err, MC_EIO, errno, "%s: write at %lld failed: %s", f->path,
@@ -55,6 +64,7 @@ static int put(file *f, const void *data, int64_t n, mc_error *err) {
         p += k;
         n -= k;
         f->at += k;
+        if (f->at - f->dropped >= CACHED) drop_pages(f, true);
     }
     return MC_OK;
 }
@@ -71,7 +81,7 @@ static int write_all(mc_session *s, file *f, const header *h, const void *meta, 
     if ((rc = put(f, &crc, 4, err)) < 0) return rc;
     if (fsync(f->fd) < 0)
         return mci_fail(err, MC_EIO, errno, "%s: fsync failed: %s", f->path, strerror(errno));
-    (void)posix_fadvise(f->fd, 0, 0, POSIX_FADV_DONTNEED); /* the page cache counts as ours */
+    drop_pages(f, false);
     return MC_OK;
 }
 
@@ -120,16 +130,17 @@ static int get(file *f, void *data, int64_t n, mc_error *err) {
     uint8_t *p = data;
     int64_t left = n;
     while (left > 0) {
-        ssize_t k = read(f->fd, p, (size_t)MCI_MIN(left, 1 << 26));
+        ssize_t k = read(f->fd, p, (size_t)MCI_MIN(left, CACHED));
         if (k < 0 && errno == EINTR) continue;
         if (k <= 0)
             return mci_fail(err, k < 0 ? MC_EIO : MC_EFORMAT, k < 0 ? errno : 0,
                             "%s: wanted %lld bytes at %lld, got %lld", f->path, (long long)n,
-                            (long long)f->at, (long long)(n - left));
+                            (long long)(f->at - (n - left)), (long long)(n - left));
         p += k;
         left -= k;
+        f->at += k;
+        if (f->at - f->dropped >= CACHED) drop_pages(f, false);
     }
-    f->at += n;
     mci_crc_add(&f->crc, data, n);
     return MC_OK;
 }
@@ -195,7 +206,6 @@ static int read_all(mc_session *s, file *f, const uint8_t *model, void *meta, in
     if (crc != want)
         return mci_fail(err, MC_EFORMAT, 0, "%s: damaged: CRC expected %08x, got %08x", f->path, crc,
                         want);
-    (void)posix_fadvise(f->fd, 0, 0, POSIX_FADV_DONTNEED);
     s->pos = h.pos;
     *n_meta = h.n_meta;
     return MC_OK;
@@ -221,7 +231,10 @@ int64_t mc_session_load(mc_kv *kv, const char *path, const uint8_t *model, void 
     else
         *out = s;
 done:
-    if (f.fd >= 0) close(f.fd);
+    if (f.fd >= 0) {
+        drop_pages(&f, false);
+        close(f.fd);
+    }
     mci_leave(kv->e);
     return rc < 0 ? rc : got;
 }

@@ -151,12 +151,14 @@ void mci_store_release(mc_store *s) {
 
 void mc_store_free(mc_store *s) { mci_store_release(s); }
 
-int32_t mci_store_top_k(const mc_store *s) { return s->top_k; }
-
-int mci_store_bind(mc_store *s, int32_t layer, int32_t hidden, int32_t width,
-                   const mc_expert *experts, mc_error *err) {
+int mci_store_bind(mc_store *s, const mc_moe_desc *d, const mc_expert *experts, mc_error *err) {
+    int32_t layer = d->layer, hidden = d->hidden, width = d->width;
     if (layer < 0 || layer >= s->n_layer)
         return mci_fail(err, MC_ERANGE, 0, "store: layer %d of %d", layer, s->n_layer);
+    if (d->n_expert != s->n_expert || d->top_k > s->top_k)
+        return mci_fail(err, MC_EINVAL, 0,
+                        "store: layer %d: %d experts, top-%d: the store was made for %d, top-%d", layer,
+                        d->n_expert, d->top_k, s->n_expert, s->top_k);
     mci_experts *x = &s->layers[layer];
     if (s->policy || x->slab_bytes)
         return mci_fail(err, MC_EINVAL, 0, "store: layer %d: %s", layer,

@@ -14,13 +14,12 @@ typedef struct mci_expert_view {
     mci_mat gate, up, down;
 } mci_expert_view;
 
-/* Checks and records the experts of one layer, reads their scales. gate, up (width, hidden), down
- * (hidden, width), bytes inside their files. */
-int mci_store_bind(mc_store *s, int32_t layer, int32_t hidden, int32_t width,
-                   const mc_expert *experts, mc_error *err);
+/* Checks and records the experts of layer d->layer, reads their scales. The store's own number of
+ * experts, and at most its top-k; gate, up (width, hidden), down (hidden, width), bytes inside their
+ * files. */
+int mci_store_bind(mc_store *s, const mc_moe_desc *d, const mc_expert *experts, mc_error *err);
 void mci_store_retain(mc_store *s);
 void mci_store_release(mc_store *s);
-int32_t mci_store_top_k(const mc_store *s);
 
 /* A token step begins (policy clock). */
 void mci_store_token(mc_store *s);

@@ -3,6 +3,8 @@
 Every case also proves from the statistics that its setting took effect.
 """
 
+import os
+
 import numpy as np
 import pytest
 from conftest import MODELS, open_small
@@ -48,6 +50,14 @@ def test_smallest_cache_and_token_by_token(name, policy, expected, reference):
     assert stats.expert_rows == stats.hits + stats.misses  # one token: no expert twice in a layer
 
 
+def takes_direct_reads(path):
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("io", ["pread", "direct"])
 def test_io_modes(io, expected, reference):
     with open_small("qwen35_fp8", io=io, slots=4) as model:
@@ -59,6 +69,8 @@ def test_io_modes(io, expected, reference):
     assert files == len(model.files) and stats.io == io
     if io == "pread":
         assert stats.files_pread == files
+    else:
+        assert stats.files_direct == (files if takes_direct_reads(model.files[0]) else 0)
     assert stats.reads == stats.misses > 0 and stats.lanes_ran > 0
     assert stats.misses <= 40  # one chunk: each of 4 x 10 experts is read at most once
     assert stats.expert_rows == 4 * 150 * 3

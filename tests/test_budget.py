@@ -51,10 +51,19 @@ def test_two_floors():
     assert slab % 4096 == 0
 
 
+@pytest.mark.parametrize("name", ["qwen35_fp8", "qwen3_bf16", "qwen2_f16_fused"])
+@pytest.mark.parametrize(
+    "options", [{}, {"policy": "layer-lru"}, {"slots": 5}, {"ctx": 200}, {"io": "pread"}]
+)
+def test_every_budget_from_the_floor_on_fits(name, options):
+    floor = plan(name, ram="20M", **options).floor
+    for extra in range(40):
+        m = plan(name, ram=floor + extra * budget.MB, **options)
+        assert m.fits and m.total <= m.budget and m.floor == floor
+
+
 def test_given_slots_are_taken_exactly_or_refused():
     assert plan(slots=7).slots == 7
-    m = plan(ram="100M", slots=40, ctx=256)
-    assert m.fits is (m.total <= m.budget)
     with pytest.raises(UsageError, match="slots"):
         plan(slots=0)
     with pytest.raises(MosaicError, match=r"top|floor|at least"):
@@ -102,6 +111,9 @@ def test_a_second_session_takes_its_memory_from_the_cache(tmp_path):
         assert after.slots < 10 and after.resident["state"] > before.resident["state"] + (1 << 20)
         got = sessions[0].forward(ids)
         assert np.array_equal(got.view(np.int32), want.view(np.int32))
+        for s in sessions:
+            s.close()
+        assert model.stats().slots > before.slots - 5  # and the cache grows back
 
 
 @pytest.mark.parametrize("ram", ["100M", "160M"])

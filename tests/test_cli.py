@@ -210,6 +210,51 @@ def test_plan_prints_every_item(tiny):
     assert "does not fit" in text and "smallest budget" in text
 
 
+def test_trace_of_chunks_and_of_company_reads_back(expected, tmp_path):
+    """A prompt cut into chunks, then two sequences in one step: steps are numbered, phases are the call's."""
+    from mosaic_c import budget
+    from mosaic_c.trace import TraceWriter
+
+    path = tmp_path / "t.csv"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget, "CHUNKS", (8,))
+        with open_small(MODEL) as model:
+            with TraceWriter(path, 4, 10, 3) as model.trace:
+                a, b = model.session(), model.session()
+                a.forward(expected[MODEL]["prompt"][:9])
+                model.forward([(b, [1, 2]), (a, [3])])
+                model.forward([(b, [1]), (a, [3])])
+    trace = read_trace(path)
+    assert len(trace) == 4 * (9 + 3 + 2) and len(trace.select("decode")) == 4 * 2
+    assert run("simulate", path, "--slots", 5, "--phase", "all", "--json").returncode == 0
+
+
+def test_output_that_cannot_be_written(tiny):
+    with open("/dev/full", "wb") as full:
+        r = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "mosaic_c",
+                "generate",
+                "x",
+                "-m",
+                str(tiny),
+                "-n",
+                "3",
+                "--temp",
+                "0",
+            ],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=60,
+        )
+    assert r.returncode == 1 and b"Traceback" not in r.stderr and b"No space left" in r.stderr
+    r = run("generate", "x", "-m", tiny, "-n", 9, "--temp", 0, env={"PYTHONIOENCODING": "ascii"})
+    assert r.returncode == 0
+    one_line(run("generate", "hi", env={"XDG_CACHE_HOME": "/proc/nope"}), 1, "/proc/nope")
+
+
 def test_works_inside_and_outside_the_source_tree(tmp_path):
     for cwd in (tmp_path, VECTORS.parents[1]):
         r = run("--version", cwd=cwd)

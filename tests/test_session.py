@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -115,6 +116,17 @@ def test_bad_session_files(expected, tmp_path):
             s.save(tmp_path / "no" / "s")
         path.write_bytes(good)
         assert model.session(load=path).position == 70
+        s.tokens[3] = 10**8  # a caller may write anything
+        s.save(path)
+        with pytest.raises(MosaicError, match="expected 70 token ids below"):
+            model.session(load=path)
+        s.tokens = [1, 2]
+        s.save(path)
+        with pytest.raises(MosaicError, match="expected 70 token ids"):
+            model.session(load=path)
+        with pytest.raises(MosaicError, match="NUL"):
+            s.save(str(path) + "\0x")
+        path.write_bytes(good)
     with open_small(PLAIN) as model, pytest.raises(MosaicError, match="another model"):
         model.session(load=path)
     with open_small(HYBRID, kv="bf16") as model, pytest.raises(MosaicError, match="KV dtype f32"):
@@ -237,6 +249,54 @@ def test_closed_and_foreign_handles():
         t.forward([1])
     t.close()  # in any order
     model.close()
+
+
+def test_interrupt_around_the_commit(expected, monkeypatch):
+    """Position and tokens agree, on whichever side of the commit Ctrl-C falls."""
+    with open_small(HYBRID) as model:
+        s = model.session()
+        s.forward([1, 2])
+        step = model._workspaces[0].step
+        commit = step.commit
+        for before in (True, False):
+
+            def interrupted(before=before):
+                if not before:
+                    commit()
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(step, "commit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                s.forward([3, 4, 5])
+            assert len(s.tokens) == s.position == (2 if before else 5)
+
+
+def test_close_during_a_forward_of_another_thread(expected):
+    prompt = np.tile(expected[HYBRID]["prompt"], 20)
+    for delay in (0.0, 0.005, 0.02, 0.05):
+        model = open_small(HYBRID, ctx=4096)
+        s, seen = model.session(), []
+
+        def work(s=s, seen=seen):
+            try:
+                seen.append(s.forward(prompt))
+            except MosaicError as error:
+                seen.append(error.code)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        time.sleep(delay)
+        model.close()
+        thread.join()
+        assert isinstance(seen[0], np.ndarray) or seen[0] in ("ECLOSED", "ECANCEL")
+
+
+def test_score_of_nothing_and_of_one(expected):
+    with open_small(PLAIN) as model:
+        s = model.session()
+        with pytest.raises(UsageError, match="at least one token"):
+            s.score([])
+        assert s.score([5]).shape == (0,) and s.position == 1
 
 
 def test_pool_exhausted_by_a_second_session(expected):

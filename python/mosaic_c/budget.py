@@ -6,6 +6,7 @@ The engine allocates nothing outside this plan: its own limit is the budget less
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 
 from mosaic_c import blocks, engine
@@ -47,6 +48,8 @@ class MemoryPlan:
     threads: int
     lanes: int
     slots: int
+    hard: int  # the fewest slots that run
+    unit: int  # bytes of a slot: a slab, or one of every layer
     slab: int
     experts: int
     engine_budget: int
@@ -63,16 +66,21 @@ class MemoryPlan:
 def process_bytes() -> int:
     """Resident bytes of this process now."""
     with open("/proc/self/statm", encoding="ascii") as f:
-        return int(f.read().split()[1]) * 4096
+        return int(f.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def embedding_resident(located: Located) -> bool:
+    """Whether the embedding stays in memory: where it is the output head too, or is quantised."""
+    return located.plan.head is None or located.span(located.plan.embed).scale_file is not None
 
 
 def dense_bytes(located: Located) -> int:
     """Memory of everything but routed experts, their scales and an embedding that is read by row."""
     plan, total = located.plan, 0
     for weight in plan.weights():
-        if weight == plan.embed and plan.head is not None:
-            continue
         span = located.span(weight)
+        if weight == plan.embed and not embedding_resident(located):
+            continue
         if span.rows == 1 or len(weight.shape) == 3:  # vectors and the convolution become float32
             total += span.rows * span.cols * 4 + TENSOR_SLACK
         else:
@@ -135,7 +143,7 @@ def plan_memory(
         pool, state = engine.kv_bytes(blocks.state(plan, ctx, engine.DTYPES[kv.upper()]))
         return [
             Item("Python and libraries", python, "measured"),
-            Item("Python, later", later, "tokenizer, imports, sampling"),
+            Item("Python, later", later + ctx * 64, "tokenizer, imports, sampling, token ids"),
             Item("dense weights", dense_bytes(located), "resident"),
             Item("expert scales", scales, "resident"),
             Item("expert tables", experts * EXPERT_META),
@@ -158,18 +166,23 @@ def plan_memory(
     def fixed(ctx: int, chunk: int) -> int:
         return sum(item.bytes for item in items_for(ctx, chunk))
 
+    reserve = max(hard, slots or 0) * unit  # slots that must fit beside everything else
+    smallest_chunk = CHUNKS[-1]
     chosen = ctx or _default_ctx(located, kv, budget - python)
-    free = budget - fixed(chosen, CHUNKS[-1])
-    base = scratch_bytes(plan, chosen, CHUNKS[-1], threads)
+    while ctx is None and chosen > MIN_DEFAULT_CTX:
+        if fixed(chosen, smallest_chunk) + reserve <= budget:
+            break
+        chosen = max(chosen // 2, MIN_DEFAULT_CTX)
+    free = budget - fixed(chosen, smallest_chunk) - reserve
     chunk = next(
-        (c for c in CHUNKS if scratch_bytes(plan, chosen, c, threads) - base <= max(free, 0) // 8),
-        CHUNKS[-1],
+        (c for c in CHUNKS if 8 * (fixed(chosen, c) - fixed(chosen, smallest_chunk)) <= free),
+        smallest_chunk,
     )
     items = items_for(chosen, chunk)
     room = (budget - sum(item.bytes for item in items)) // unit if unit else 0
     got = min(most, room) if slots is None else slots
-    smallest = fixed(ctx or min(plan.max_positions, MIN_DEFAULT_CTX), CHUNKS[-1])
-    floor = smallest + max(hard, slots or 0) * unit
+    smallest = fixed(ctx or min(plan.max_positions, MIN_DEFAULT_CTX), smallest_chunk)
+    floor = smallest + reserve
     wanted = smallest + useful * unit
     fits = got >= hard and got <= max(room, 0) if unit else room >= 0 and budget >= floor
     warnings = []
@@ -190,9 +203,11 @@ def plan_memory(
         threads=threads,
         lanes=lanes,
         slots=got,
+        hard=hard,
+        unit=unit,
         slab=slab,
         experts=experts,
-        engine_budget=budget - python - later,
+        engine_budget=budget - python - later - chosen * 64,
         floor=_round_up(floor),
         useful=_round_up(wanted),
         fits=fits,
@@ -224,4 +239,5 @@ def _default_ctx(located: Located, kv: str, available: int) -> int:
 
 
 def _round_up(n: int) -> int:
-    return math.ceil(n / MB) * MB
+    """Whole MiB, and one more: the next process may be a little larger than this one."""
+    return (math.ceil(n / MB) + 1) * MB

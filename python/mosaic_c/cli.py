@@ -32,13 +32,20 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ? and goes on
     try:
         status = args.run(args)
         sys.stdout.flush()
         return status
     except BrokenPipeError:
         # The reader of our output has gone (`| head`): nothing is left to say, also at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_stdout()
+        return 1
+    except OSError as error:
+        what = f"{error.filename}: " if error.filename else ""
+        print(f"mosaic_c {args.command}: {what}{error.strerror or error}", file=sys.stderr)
+        _forget_stdout()
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -49,3 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError:
         print(f"mosaic_c {args.command}: out of memory; give a smaller --ram", file=sys.stderr)
         return 1
+
+
+def _forget_stdout() -> None:
+    """What is still buffered has nowhere to go: without this the interpreter complains at its end."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):
+        pass

@@ -59,7 +59,15 @@ def _floats(array: np.ndarray, *shape: int) -> Any:
 
 
 def _ints(array: np.ndarray, kind: str = "int32_t") -> Any:
+    if f"{array.dtype}_t" != kind or not array.flags.c_contiguous:
+        raise ValueError(f"expected contiguous {kind}, got {array.dtype}")
     return ffi.cast(f"{kind} *", ffi.from_buffer(array))
+
+
+def _path(path: str) -> bytes:
+    if "\0" in path:
+        raise MosaicError(f"path {path!r}: expected no NUL in it", "EINVAL")
+    return path.encode("utf-8", "surrogateescape")
 
 
 class Handle:
@@ -91,7 +99,7 @@ class Engine(Handle):
         self._c = _create(lib.mc_engine_create, lib.mc_engine_free, "mc_engine", opts)
 
     def file(self, path: str) -> int:
-        return _call(lib.mc_engine_file, self._c, path.encode("utf-8", "surrogateescape"))
+        return _call(lib.mc_engine_file, self._c, _path(path))
 
     def cancel(self, on: bool = True) -> None:
         if self._c is not None:
@@ -128,13 +136,6 @@ def tensor(span: Any, files: Sequence[int]) -> dict[str, int]:
         "scale_dtype": DTYPES[span.scale_dtype] if scaled else 0,
         "scale_offset": span.scale_offset if scaled else 0,
     }
-
-
-def norm(
-    span: Any, files: Sequence[int], eps: float = 0.0, plus_one: bool = False
-) -> dict[str, Any]:
-    """An mc_norm; span None: no norm."""
-    return {"weight": tensor(span, files), "plus_one": int(plus_one), "eps": eps}
 
 
 class Linear(Handle):
@@ -201,9 +202,7 @@ class SessionHandle(Handle):
         """The session and the caller's bytes that were saved with it."""
         meta, out, err = ffi.new("uint8_t[]", room), ffi.new("mc_session **"), ffi.new("mc_error *")
         n = check(
-            lib.mc_session_load(
-                kv._c, path.encode("utf-8", "surrogateescape"), model, meta, room, out, err
-            ),
+            lib.mc_session_load(kv._c, _path(path), model, meta, room, out, err),
             err,
         )
         return cls(ffi.gc(out[0], lib.mc_session_free)), bytes(ffi.buffer(meta, n))
@@ -212,7 +211,7 @@ class SessionHandle(Handle):
         _call(
             lib.mc_session_save,
             self._c,
-            path.encode("utf-8", "surrogateescape"),
+            _path(path),
             model,
             meta,
             len(meta),
@@ -321,7 +320,10 @@ def scratch_bytes(kind: str, desc: dict[str, Any], threads: int) -> int:
 def kv_bytes(desc: dict[str, Any]) -> tuple[int, int]:
     """(page pool, one session's state) in bytes."""
     c = ffi.new("mc_kv_desc *", desc)
-    return lib.mc_kv_pool_bytes(c), lib.mc_kv_session_bytes(c)
+    pool, state = lib.mc_kv_pool_bytes(c), lib.mc_kv_session_bytes(c)
+    if pool < 0 or state < 0:
+        raise MosaicError(f"state of a sequence: impossible shape {desc}", "EINVAL")
+    return pool, state
 
 
 def expert_slab(experts: np.ndarray) -> tuple[int, int]:

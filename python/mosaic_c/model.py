@@ -19,7 +19,7 @@ import numpy as np
 
 from mosaic_c import blocks, engine
 from mosaic_c.bind import Located
-from mosaic_c.budget import MB, MemoryPlan, plan_memory, require_fit
+from mosaic_c.budget import MB, MemoryPlan, embedding_resident, plan_memory, require_fit
 from mosaic_c.checkpoint import Checkpoint
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.limits import default_budget, default_threads, parse_size, read_limits
@@ -126,8 +126,14 @@ class Model:
         self.slots = memory.slots
         self.counters = Counters()
         self._closed = False
+        self._traced = 0
+        self.layers: list[tuple[engine.Mixer, engine.Moe, int]] = []
+        self.store: engine.Store | None = None
+        self.kv: engine.Kv | None = None
+        self.embed: engine.Linear | None = None
+        self.head: engine.Head | None = None
         self._workspaces: list[_Workspace] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._io, self._tokenizer = io, tokenizer
         self.engine = engine.Engine(
             memory.threads, memory.lanes, io, max(memory.engine_budget, 1), isa
@@ -145,13 +151,12 @@ class Model:
             return engine.tensor(None if weight is None else located.span(weight), ids)
 
         self.kv = engine.Kv(e, blocks.state(plan, memory.ctx, engine.DTYPES[memory.kv.upper()]))
-        self.store, n_moe = None, 0
+        n_moe = 0
         moe_layers = plan.moe_layers
         if moe_layers:
             most = max(m.experts.count for m in moe_layers)
             top_k = max(m.top_k for m in moe_layers)
             self.store = engine.Store(e, len(moe_layers), most, top_k, memory.policy)
-        self.layers: list[tuple[engine.Mixer, engine.Moe, int]] = []
         kinds = {"attn": 0, "delta": 0}
         for layer in plan.layers:
             kind = "attn" if isinstance(layer.mixer, Attention) else "delta"
@@ -176,20 +181,20 @@ class Model:
                 on_load(done, total)
         if self.store is not None:
             self.store.open(memory.slots)
-        self.embed = engine.Linear(e, find(plan.embed), resident=plan.head is None)
+        self.embed = engine.Linear(e, find(plan.embed), embedding_resident(located))
         head = self.embed if plan.head is None else engine.Linear(e, find(plan.head))
         self.head = engine.Head(e, blocks.norm(plan.final_norm, find), head, memory.chunk)
         if on_load is not None:
             on_load(total, total)
 
     def close(self) -> None:
-        """Frees everything; sessions of the model can no longer be used."""
+        """Frees everything; sessions of the model can no longer be used. A forward call in another thread
+        ends with an error at its next layer."""
         if not self._closed:
             self._closed = True
             self.engine.cancel()
-            for name in ("layers", "store", "kv", "embed", "head", "_workspaces"):
-                if hasattr(self, name):
-                    delattr(self, name)
+            self.layers, self._workspaces = [], []
+            self.store = self.kv = self.embed = self.head = None
             self.engine.close()
 
     def __enter__(self) -> Model:
@@ -213,7 +218,14 @@ class Model:
         handle, meta = self._with_room(
             lambda: engine.SessionHandle.load(self.kv, os.fspath(load), self.fingerprint(), room)
         )
-        return Session(self, handle, np.frombuffer(meta, np.int32).tolist())
+        ids = np.frombuffer(meta[: len(meta) // 4 * 4], np.int32)
+        good = len(meta) == 4 * handle.position and (len(ids) == 0 or 0 <= ids.min())
+        if not good or (len(ids) and ids.max() >= self.vocab):
+            raise MosaicError(
+                f"{os.fspath(load)}: expected {handle.position} token ids below {self.vocab}",
+                "EFORMAT",
+            )
+        return Session(self, handle, ids.tolist())
 
     def forward(
         self,
@@ -262,10 +274,15 @@ class Model:
                     "open the model with a larger ctx",
                     "EFULL",
                 )
+        decode = all(len(t) == 1 and p > 0 for t, p in zip(tokens, before, strict=True))
+        routing: list[list[np.ndarray]] = []
         started = time.perf_counter()
-        ws = self._workspace()
+        ws, layers, embed, trace = self._workspace(), self.layers, self.embed, self.trace
+        self._alive()  # a close() in another thread may have emptied what was just taken
+        begun = False
         try:
             ws.step.begin([s._handle for s in sessions])
+            begun = True
             done, total = [0] * len(work), sum(map(len, tokens))
             while sum(done) < total:
                 room, counts = self.memory.chunk, []
@@ -277,42 +294,50 @@ class Model:
                 )
                 ws.step.chunk(counts)
                 x = ws.x[: len(ids)]
-                self.embed.pick(ids, x)
-                for n, (mixer, moe, index) in enumerate(self.layers):
+                embed.pick(ids, x)
+                for n, (mixer, moe, index) in enumerate(layers):
                     mixer.forward(ws.step, x)
-                    routed = ws.routed[index] if self.trace is not None and index >= 0 else None
-                    moe.forward(ws.step, x, routed)
+                    record = trace is not None and index >= 0
+                    moe.forward(ws.step, x, ws.routed[index] if record else None)
                     if progress is not None:
-                        progress(
-                            sum(done) * len(self.layers) + (n + 1) * len(ids),
-                            total * len(self.layers),
-                        )
+                        at = sum(done) * len(layers) + (n + 1) * len(ids)
+                        progress(at, total * len(layers))
+                if trace is not None:
+                    routing.append([r.ravel()[: r.shape[1] * len(ids)].copy() for r in ws.routed])
                 first = 0
                 for i, c in enumerate(counts):
+                    done[i] += c
                     if c:
-                        if self.trace is not None:
-                            self._record(ws, first, c, before[i] + done[i])
-                        done[i] += c
                         take(i, x, first, c, done[i] == len(tokens[i]))
-                        first += c
+                    first += c
+            for s, t in zip(sessions, tokens, strict=True):
+                s.tokens.extend(t.tolist())
             ws.step.commit()
-        except BaseException:
+        except BaseException as error:
             ws.step.abort()
+            for s in sessions if begun else ():  # on whichever side of the commit an interrupt fell
+                s.settle()
+            if self._closed and isinstance(error, MosaicError):
+                raise MosaicError("the model was closed during the call", "ECLOSED") from error
             raise
         finally:
             with self._lock:
-                self._workspaces.append(ws)
-        for s, t in zip(sessions, tokens, strict=True):
-            s.tokens.extend(t.tolist())
-        decode = all(len(t) == 1 and p > 0 for t, p in zip(tokens, before, strict=True))
+                if not self._closed:
+                    self._workspaces.append(ws)
         self.counters.add(decode, total, time.perf_counter() - started)
+        for chunk in routing:
+            self._record(trace, "decode" if decode else "prefill", chunk)
 
-    def _record(self, ws: _Workspace, first: int, count: int, position: int) -> None:
-        phase = "decode" if count == 1 and position > 0 else "prefill"
-        for t in range(count):
-            for index, moe in enumerate(self.plan.moe_layers):
-                row = ws.routed[index].reshape(-1)[(first + t) * moe.top_k :][: moe.top_k]
-                self.trace.add(phase, position + t, index, row.tolist())
+    def _record(self, trace: Any, phase: str, chunk: list[np.ndarray]) -> None:
+        """Lines of one chunk: a step is one token of one sequence, numbered in order of evaluation."""
+        rows = [
+            routed.reshape(-1, m.top_k)
+            for routed, m in zip(chunk, self.plan.moe_layers, strict=True)
+        ]
+        for t in range(len(rows[0])):
+            for index, routed in enumerate(rows):
+                trace.add(phase, self._traced, index, routed[t].tolist())
+            self._traced += 1
 
     def _workspace(self) -> _Workspace:
         with self._lock:
@@ -322,30 +347,40 @@ class Model:
 
     def _with_room(self, make: Callable[[], Any]) -> Any:
         """make(); when it does not fit the budget, the expert cache gives up the slots it needs."""
-        try:
+        with self._lock:
+            try:
+                return make()
+            except MosaicError as error:
+                if error.code != "EBUDGET" or self.store is None:
+                    raise
+                before = error
+            desc = blocks.state(self.plan, self.ctx, engine.DTYPES[self.memory.kv.upper()])
+            state = engine.kv_bytes(desc)[1]
+            slots = self.slots - -(-(state + SESSION_SLACK - self._free()) // self.memory.unit)
+            if slots < self.memory.hard:
+                raise MosaicError(
+                    f"no memory for another session: it needs {state} bytes and the expert cache is at its "
+                    f"floor of {self.memory.hard} slots; close a session or raise --ram",
+                    "EBUDGET",
+                ) from before
+            self.store.resize(slots)
+            self.slots = slots
             return make()
-        except MosaicError as error:
-            if error.code != "EBUDGET" or self.store is None:
-                raise
-            before = error
-        _, state = engine.kv_bytes(
-            blocks.state(self.plan, self.ctx, engine.DTYPES[self.memory.kv.upper()])
-        )
+
+    def _regrow(self) -> None:
+        """Gives the expert cache back what closed sessions have freed."""
+        with self._lock:
+            if self._closed or self.store is None or self.slots == self.memory.slots:
+                return
+            slots = min(self.memory.slots, self.slots + self._free() // self.memory.unit)
+            if slots > self.slots:
+                self.store.resize(slots)
+                self.slots = slots
+
+    def _free(self) -> int:
+        """Bytes of the budget that the engine does not use."""
         c = self.engine.stats()
-        short = state + SESSION_SLACK - (c.budget - sum(c.mem_now))
-        per_layer = self.memory.policy == "layer-lru"
-        unit = self.memory.slab * (len(self.plan.moe_layers) if per_layer else 1)
-        floor = 1 if per_layer else max(m.top_k for m in self.plan.moe_layers)
-        slots = self.slots - -(-short // unit)
-        if slots < floor:
-            raise MosaicError(
-                f"no memory for another session: it needs {state} bytes and the expert cache is at its floor of "
-                f"{floor} slots; close a session or raise --ram",
-                "EBUDGET",
-            ) from before
-        self.store.resize(slots)
-        self.slots = slots
-        return make()
+        return c.budget - sum(c.mem_now)
 
     # ---- text ----
 

@@ -61,7 +61,8 @@ class Session:
 
     def score(self, ids: Sequence[int]) -> np.ndarray:
         """Log-probabilities (n - 1,) float64 of ids[1:], each given all before; evaluates ids."""
-        targets, out, at = token_ids(ids, self._model.vocab), np.empty(len(ids) - 1), 0
+        targets, at = token_ids(ids, self._model.vocab), 0
+        out = np.empty(max(len(targets) - 1, 0))
 
         def take(which: int, x: np.ndarray, first: int, count: int, last: bool) -> None:
             nonlocal at
@@ -99,9 +100,15 @@ class Session:
         meta = np.asarray(self.tokens, np.int32).tobytes()
         self._handle.save(os.fspath(path), self._model.fingerprint(), meta)
 
+    def settle(self) -> None:
+        """Makes the tokens agree with the position, after a call that failed."""
+        if self._handle._c is not None:
+            del self.tokens[self._handle.position :]
+
     def close(self) -> None:
         """Gives pages and state back."""
         self._handle.close()
+        self._model._regrow()
 
     def __enter__(self) -> Session:
         return self

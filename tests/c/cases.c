@@ -112,7 +112,7 @@ static void run_rope(const mci_ops *o, const kcase *c, void *out, int64_t part, 
 }
 static const kop rope = {"rope", setup_rope, run_rope};
 
-/* ---- gemm: rows, cols, tokens, scale kind ----------------------------------------------------- */
+/* ---- gemm: rows, cols, tokens, scale kind ---------------------------------------------------- */
 
 enum { SKEW = 3 }; /* bytes the weights are off alignment; floats between rows of y */
 
@@ -197,7 +197,7 @@ static void run_gemm(const mci_ops *o, const kcase *c, void *out, int64_t part, 
 }
 static const kop gemm = {"gemm", setup_gemm, run_gemm};
 
-/* ---- attn: KV heads, group, head_dim, positions, page_tokens ------------------------------------ */
+/* ---- attn: KV heads, group, head_dim, positions, page_tokens --------------------------------- */
 
 static void setup_attn(kcase *c) {
     const int64_t heads = c->n[0], G = c->n[1], D = c->n[2], N = c->n[3], P = c->n[4];
@@ -239,7 +239,7 @@ static void run_attn(const mci_ops *o, const kcase *c, void *out, int64_t part, 
 }
 static const kop attn = {"attn", setup_attn, run_attn};
 
-/* ---- delta: heads, dk, dv, tokens, in place -------------------------------------------------------- */
+/* ---- delta: heads, dk, dv, tokens, in place -------------------------------------------------- */
 
 /* out: state (heads, dk, dv), then o (tokens, heads, dv) */
 static void setup_delta(kcase *c) {
@@ -273,7 +273,7 @@ static void run_delta(const mci_ops *o, const kcase *c, void *out, int64_t part,
 }
 static const kop delta = {"delta", setup_delta, run_delta};
 
-/* ---- conv: channels, kernel, tokens, in place -------------------------------------------------------- */
+/* ---- conv: channels, kernel, tokens, in place ------------------------------------------------ */
 
 /* out: state (kernel-1, C), then y (tokens, C) */
 static void setup_conv(kcase *c) {
@@ -295,7 +295,7 @@ static void run_conv(const mci_ops *o, const kcase *c, void *out, int64_t part, 
 }
 static const kop conv = {"conv", setup_conv, run_conv};
 
-/* ---- the table --------------------------------------------------------------------------------- */
+/* ---- the table ------------------------------------------------------------------------------- */
 
 enum { LEN = -1 }; /* stands for each of the awkward lengths */
 static const int64_t lengths[] = {1,  2,  3,  7,   8,   9,   15,  16,   17,  31,

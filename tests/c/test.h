@@ -54,4 +54,8 @@ static inline void *test_alloc(size_t n) {
     }
     return p;
 }
+/* The part of a layer's description that the store looks at. */
+#define LAYER(l, n, k, h, w) \
+    (&(mc_moe_desc){.layer = l, .n_expert = n, .top_k = k, .hidden = h, .width = w})
+
 #endif

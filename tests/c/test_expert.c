@@ -86,7 +86,7 @@ static void check_scale_reads(const char *dir) {
     }
     mci_io_inject(e->io, counted, &calls);
     mc_store_create(e, 1, N, 8, MC_POLICY_LFU, &s, &err);
-    CHECK(mci_store_bind(s, 0, H, W, x, &err) == MC_OK, "%s", err.message);
+    CHECK(mci_store_bind(s, LAYER(0, N, 8, H, W), x, &err) == MC_OK, "%s", err.message);
     CHECK(calls == 1, "%lld reads for the scales of a layer", (long long)calls);
     CHECK(e->mem.now[MC_MEM_WEIGHTS] == N * 3 * 128, "scales take %lld bytes",
           (long long)e->mem.now[MC_MEM_WEIGHTS]);

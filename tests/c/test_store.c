@@ -98,7 +98,7 @@ static mc_engine *new_engine(const model *m, int io, int lanes) {
 static int bind_all(mc_engine *e, mc_store *s, const model *m, mc_error *err) {
     int rc = mci_enter(e, err);
     for (int l = 0; l < L && rc == MC_OK; l++)
-        rc = mci_store_bind(s, l, HIDDEN, WIDTH, m->expert[l], err);
+        rc = mci_store_bind(s, LAYER(l, E, TOP_K, HIDDEN, WIDTH), m->expert[l], err);
     mci_leave(e);
     return rc;
 }
@@ -303,7 +303,10 @@ static void check_bind_errors(const model *m) {
     CHECK(mc_store_create(e, L, E, 1, MC_POLICY_BELADY, &s, &err) == MC_EINVAL, "belady");
     CHECK(mc_store_create(e, 1 << 20, 1 << 20, 1, MC_POLICY_LRU, &s, &err) == MC_EINVAL, "items");
     CHECK(mc_store_create(e, L, E, TOP_K, MC_POLICY_LRU, &s, &err) == MC_OK, "%s", err.message);
-    CHECK(mci_store_top_k(s) == TOP_K && !strcmp(e->stats.policy, "lru"), "told");
+    CHECK(!strcmp(e->stats.policy, "lru"), "told");
+    CHECK(mci_store_bind(s, LAYER(0, E - 1, TOP_K, HIDDEN, WIDTH), m->expert[0], &err) == MC_EINVAL &&
+              mci_store_bind(s, LAYER(0, E, TOP_K + 1, HIDDEN, WIDTH), m->expert[0], &err) == MC_EINVAL,
+          "another number of experts, a larger top-k");
     for (int x = 0; x < E; x++)
         if (m->expert[0][x].down.dtype == MC_F8E4M3) f8 = x;
     CHECK(f8 >= 0, "the model has no scaled matrix");
@@ -326,7 +329,7 @@ static void check_bind_errors(const model *m) {
         }
         if (c == 6) t->offset = INT64_MIN;
         mci_enter(e, &err);
-        int rc = mci_store_bind(s, 0, HIDDEN, WIDTH, bad.expert[0], &err);
+        int rc = mci_store_bind(s, LAYER(0, E, TOP_K, HIDDEN, WIDTH), bad.expert[0], &err);
         mci_leave(e);
         CHECK(rc == (c == 6 ? MC_EFORMAT : want[c]), "case %d: %d, %s", c, rc, err.message);
         CHECK(strstr(err.message, "expert"), "which one? %s", err.message);
@@ -473,7 +476,7 @@ static void check_memory_returned(void) {
         x[i].down = tensor(file, ((int64_t)i * 3 + 2) * MAT, D, D, MC_BF16);
     }
     mc_store_create(e, 1, N, 4, MC_POLICY_LRU, &s, &err);
-    CHECK(mci_store_bind(s, 0, D, D, x, &err) == MC_OK, "%s", err.message);
+    CHECK(mci_store_bind(s, LAYER(0, N, 4, D, D), x, &err) == MC_OK, "%s", err.message);
     CHECK(mc_store_open(s, N, &err) == MC_OK, "%s", err.message);
     for (int round = 0; round < 3; round++) {
         int64_t slots = round == 1 ? N / 8 : N, hits = e->stats.hits, before = resident();

@@ -74,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
     if ids is not None and args.prompt is not None:
         raise UsageError("give PROMPT or --ids, not both")
     text = _read_prompt(args.prompt) if ids is None else ""
+    if ids is None and not text:
+        raise UsageError("the prompt is empty: expected at least one character")
     folder = Path(args.model) if args.model is not None else default_model()
     tokenizer = None
     if (
@@ -122,7 +124,9 @@ def _generate(args: argparse.Namespace, model: Any, ids: Sequence[int]) -> int:
         for name in out.sampling.ignored:
             _say(f"note: {name} has no effect here")
         if args.max_new_tokens is not None and out.limit < args.max_new_tokens:
-            _say(f"note: -n {args.max_new_tokens} is more than the context of {model.ctx} has room for: {out.limit}")
+            _say(
+                f"note: -n {args.max_new_tokens} is more than the context of {model.ctx} has room for: {out.limit}"
+            )
         if not out.sampling.greedy:
             _say(f"seed {out.sampling.seed}")
         elif args.verbose:
@@ -170,7 +174,6 @@ def default_model() -> Path:
 
     folder = cache_folder() / "synthetic-tiny-1"
     if not (folder / "config.json").is_file():
-        folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             synth.write(folder, "tiny", progress=False)
         except MosaicError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 from mosaic_c.commands.options import add_model_options, model_options
 from mosaic_c.limits import format_size
@@ -25,7 +26,12 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     from mosaic_c.model import plan_model
 
-    memory = plan_model(args.model, **model_options(args))[-1]
+    tokenizer = None
+    if (Path(args.model) / "tokenizer.json").is_file():  # so that it is measured, as in generate
+        from mosaic_c.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer(args.model)
+    memory = plan_model(args.model, **model_options(args), text=tokenizer is not None)[-1]
     if args.json:
         print(json.dumps(asdict(memory) | {"total": memory.total}))
         return 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mosaic_c.families.config import (
     MAX_DIM,
     MAX_EXPERTS,
+    MAX_HEAD_DIM,
     MAX_HEADS,
     MAX_LAYERS,
     MAX_POSITIONS,
@@ -40,7 +41,7 @@ class Dims:
         if heads % kv_heads:
             raise c.error("num_key_value_heads", f"a divisor of {heads} heads", kv_heads)
         if head_dim_required or c.get("head_dim") is not None:
-            head_dim = c.size("head_dim", MAX_DIM)
+            head_dim = c.size("head_dim", MAX_HEAD_DIM)
         elif hidden % heads:
             raise c.error("hidden_size", f"a multiple of {heads} heads (no head_dim)", hidden)
         else:

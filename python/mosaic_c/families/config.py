@@ -17,6 +17,7 @@ from mosaic_c.plan import ModelPlan
 
 # Largest sizes taken seriously, well above any published model.
 MAX_VOCAB, MAX_DIM, MAX_LAYERS, MAX_EXPERTS, MAX_HEADS = 1 << 24, 1 << 20, 1024, 4096, 4096
+MAX_HEAD_DIM = 4096  # as in kv.c and attn.c
 MAX_POSITIONS = 2**31 - 1
 BLOCK = 128  # edge of an FP8 scale block
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from mosaic_c.families.common import Dims, attention, matrix, model, moe, norm
 from mosaic_c.families.config import (
     MAX_DIM,
+    MAX_HEAD_DIM,
     MAX_HEADS,
     MAX_LAYERS,
     Config,
@@ -23,7 +24,7 @@ from mosaic_c.families.config import (
 from mosaic_c.plan import Attention, DeltaNet, Layer, ModelPlan, Weight
 
 LINEAR, FULL = "linear_attention", "full_attention"
-MAX_KERNEL = 64
+MAX_KERNEL = 16  # as in kv.c
 
 
 def build(top: Config) -> ModelPlan:
@@ -72,7 +73,8 @@ def delta(at: str, c: Config, d: Dims) -> DeltaNet:
     v_heads = c.size("linear_num_value_heads", MAX_HEADS)
     if v_heads % k_heads:
         raise c.error("linear_num_value_heads", f"a multiple of {k_heads} key heads", v_heads)
-    dk, dv = c.size("linear_key_head_dim", MAX_DIM), c.size("linear_value_head_dim", MAX_DIM)
+    dk = c.size("linear_key_head_dim", MAX_HEAD_DIM)
+    dv = c.size("linear_value_head_dim", MAX_HEAD_DIM)
     kernel = c.size("linear_conv_kernel_dim", MAX_KERNEL)
     mixer, channels, values = f"{at}.linear_attn", 2 * k_heads * dk + v_heads * dv, v_heads * dv
     return DeltaNet(
