@@ -162,7 +162,6 @@ typedef struct attn_ctx {
     const mc_step *st;
     float *h, *q, *k, *v; /* normed input (T, H); projections (T, rows) */
     float *qc, *out;      /* queries without their gates, and results (T, heads * D) */
-    float *x;             /* residual (T, H) */
     uint8_t *threads;     /* thread_scratch each */
 } attn_ctx;
 
@@ -170,14 +169,6 @@ static const mci_seg *seg_of(const mc_step *st, int64_t t) {
     const mci_seg *g = st->seg;
     while (t >= g->first + g->count) g++;
     return g;
-}
-
-static void norm_token(void *ctx, int64_t t, int thread) {
-    const attn_ctx *c = ctx;
-    const mc_attn *a = c->a;
-    (void)thread;
-    a->e->ops->rmsnorm(c->x + t * a->d.hidden, a->norm, a->d.norm.eps, a->d.hidden,
-                       c->h + t * a->d.hidden);
 }
 
 static void *carve(uint8_t **at, int64_t n, int64_t size) {
@@ -255,14 +246,6 @@ static void attend(void *ctx, int64_t item, int thread) {
                                out + i * D);
 }
 
-static void residual_token(void *ctx, int64_t t, int thread) {
-    const attn_ctx *c = ctx;
-    const mc_attn *a = c->a;
-    (void)thread;
-    if (a->o_bias) a->e->ops->add(a->o_bias, a->d.hidden, c->h + t * a->d.hidden);
-    a->e->ops->add(c->h + t * a->d.hidden, a->d.hidden, c->x + t * a->d.hidden);
-}
-
 static int fits(const mc_attn_desc *d, const mc_step *st, mc_error *err) {
     for (int32_t i = 0; i < st->n; i++) {
         const mc_kv_desc *k = &st->seg[i].s->kv->d;
@@ -283,7 +266,7 @@ int mc_attn_forward(mc_attn *a, mc_step *st, float *x, mc_error *err) {
     if (rc < 0) return rc;
     if ((rc = mci_step_check(st, e, d->max_tok, err)) < 0 || (rc = fits(d, st, err)) < 0)
         goto done;
-    attn_ctx c = {.a = a, .st = st, .x = x};
+    attn_ctx c = {.a = a, .st = st};
     c.h = mci_scratch(e, T * d->hidden, 4);
     c.q = mci_scratch(e, T * q_rows(d), 4);
     c.k = mci_scratch(e, T * kv, 4);
@@ -297,14 +280,14 @@ int mc_attn_forward(mc_attn *a, mc_step *st, float *x, mc_error *err) {
     const float *const *op = (const float *const *)mci_row_ptrs(e, c.out, T, qo);
     c.threads = mci_scratch(e, mci_pool_threads(e->pool), thread_scratch(d));
 
-    mci_pool_run(e->pool, norm_token, &c, T);
+    mci_norm_rows(e, x, a->norm, d->norm.eps, T, d->hidden, c.h);
     mci_run_jobs(e, (mci_job[]){{.w = &a->q.mat, .x = hp, .y = qp, .n_tok = T},
                                 {.w = &a->k.mat, .x = hp, .y = kp, .n_tok = T},
                                 {.w = &a->v.mat, .x = hp, .y = vp, .n_tok = T}}, 3);
     mci_pool_run(e->pool, place_token, &c, T);
     mci_pool_run(e->pool, attend, &c, T * d->n_kv_head);
     mci_run_jobs(e, &(mci_job){.w = &a->o.mat, .x = op, .y = (float *const *)hp, .n_tok = T}, 1);
-    mci_pool_run(e->pool, residual_token, &c, T);
+    mci_add_rows(e, c.h, a->o_bias, T, d->hidden, x);
 done:
     st->failed |= rc < 0;
     mci_leave(e);

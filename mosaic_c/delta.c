@@ -134,20 +134,12 @@ void mc_delta_free(mc_delta *a) {
 typedef struct delta_ctx {
     mc_delta *a;
     const mc_step *st;
-    float *x, *h;             /* residual and normed input (T, H) */
+    float *h;                 /* normed input (T, H) */
     float *u, *c;             /* before and after the convolution (T, conv_dim): q | k | v */
     float *z, *o;             /* output gate and recurrence output (T, value_dim) */
     float *beta, *alpha;      /* (T, n_v_head) */
     int64_t blocks;           /* chunks per segment in conv, per head in the recurrence */
 } delta_ctx;
-
-static void norm_token(void *ctx, int64_t t, int thread) {
-    const delta_ctx *c = ctx;
-    const mc_delta_desc *d = &c->a->d;
-    (void)thread;
-    c->a->e->ops->rmsnorm(c->x + t * d->hidden, c->a->norm, d->norm.eps, d->hidden,
-                          c->h + t * d->hidden);
-}
 
 static void conv_block(void *ctx, int64_t item, int thread) {
     const delta_ctx *c = ctx;
@@ -216,13 +208,6 @@ static void gated_norm_token(void *ctx, int64_t t, int thread) {
     c->a->e->ops->silu_mul(c->z + t * value_dim(d), o, value_dim(d), o);
 }
 
-static void residual_token(void *ctx, int64_t t, int thread) {
-    const delta_ctx *c = ctx;
-    int64_t H = c->a->d.hidden;
-    (void)thread;
-    c->a->e->ops->add(c->h + t * H, H, c->x + t * H);
-}
-
 static int fits(const mc_delta_desc *d, const mc_step *st, mc_error *err) {
     for (int32_t i = 0; i < st->n; i++) {
         const mc_kv_desc *k = &st->seg[i].s->kv->d;
@@ -242,7 +227,7 @@ int mc_delta_forward(mc_delta *a, mc_step *st, float *x, mc_error *err) {
     if (rc < 0) return rc;
     if ((rc = mci_step_check(st, e, d->max_tok, err)) < 0 || (rc = fits(d, st, err)) < 0)
         goto done;
-    delta_ctx c = {.a = a, .st = st, .x = x};
+    delta_ctx c = {.a = a, .st = st};
     c.h = mci_scratch(e, T * d->hidden, 4);
     c.u = mci_scratch(e, T * cd, 4);
     c.c = mci_scratch(e, T * cd, 4);
@@ -257,7 +242,7 @@ int mc_delta_forward(mc_delta *a, mc_step *st, float *x, mc_error *err) {
     float *const *ap = mci_row_ptrs(e, c.alpha, T, d->n_v_head);
     const float *const *op = (const float *const *)mci_row_ptrs(e, c.o, T, vd);
 
-    mci_pool_run(e->pool, norm_token, &c, T);
+    mci_norm_rows(e, x, a->norm, d->norm.eps, T, d->hidden, c.h);
     mci_run_jobs(e, (mci_job[]){{.w = &a->qkv.mat, .x = hp, .y = up, .n_tok = T},
                                 {.w = &a->z.mat, .x = hp, .y = zp, .n_tok = T},
                                 {.w = &a->b.mat, .x = hp, .y = bp, .n_tok = T},
@@ -269,7 +254,7 @@ int mc_delta_forward(mc_delta *a, mc_step *st, float *x, mc_error *err) {
     mci_pool_run(e->pool, recur, &c, st->n * d->n_v_head * c.blocks);
     mci_pool_run(e->pool, gated_norm_token, &c, T);
     mci_run_jobs(e, &(mci_job){.w = &a->out.mat, .x = op, .y = (float *const *)hp, .n_tok = T}, 1);
-    mci_pool_run(e->pool, residual_token, &c, T);
+    mci_add_rows(e, c.h, NULL, T, d->hidden, x);
 done:
     st->failed |= rc < 0;
     mci_leave(e);

@@ -146,6 +146,39 @@ void mci_run_jobs(mc_engine *e, const mci_job *jobs, int n) {
     mci_pool_run(e->pool, jobs_chunk, &c, chunks);
 }
 
+typedef struct rows_ctx {
+    const mci_ops *ops;
+    const float *x, *w;
+    float eps, *y;
+    float *rows;
+    int64_t width;
+} rows_ctx;
+
+static void norm_row(void *ctx, int64_t t, int thread) {
+    const rows_ctx *c = ctx;
+    (void)thread;
+    c->ops->rmsnorm(c->x + t * c->width, c->w, c->eps, c->width, c->y + t * c->width);
+}
+
+static void add_row(void *ctx, int64_t t, int thread) {
+    const rows_ctx *c = ctx;
+    (void)thread;
+    if (c->w) c->ops->add(c->w, c->width, c->rows + t * c->width);
+    c->ops->add(c->rows + t * c->width, c->width, c->y + t * c->width);
+}
+
+void mci_norm_rows(mc_engine *e, const float *x, const float *w, float eps, int64_t n,
+                   int64_t width, float *y) {
+    rows_ctx c = {.ops = e->ops, .x = x, .w = w, .eps = eps, .y = y, .width = width};
+    mci_pool_run(e->pool, norm_row, &c, n);
+}
+
+void mci_add_rows(mc_engine *e, float *rows, const float *bias, int64_t n, int64_t width,
+                  float *x) {
+    rows_ctx c = {.ops = e->ops, .w = bias, .rows = rows, .y = x, .width = width};
+    mci_pool_run(e->pool, add_row, &c, n);
+}
+
 float **mci_row_ptrs(mc_engine *e, float *base, int64_t n, int64_t ld) {
     float **p = mci_scratch(e, n, sizeof *p);
     for (int64_t t = 0; t < n; t++) p[t] = base + t * ld;

@@ -38,6 +38,11 @@ typedef struct mci_job {
 /* Runs all jobs as one parallel region; chunks are blocks of rows. */
 void mci_run_jobs(mc_engine *e, const mci_job *jobs, int n);
 
+/* y = norm(x) and x = x + (rows + bias), row by row in parallel: (n, width) each; bias may be NULL. */
+void mci_norm_rows(mc_engine *e, const float *x, const float *w, float eps, int64_t n,
+                   int64_t width, float *y);
+void mci_add_rows(mc_engine *e, float *rows, const float *bias, int64_t n, int64_t width, float *x);
+
 /* rows[t] = base + t * ld, from scratch. */
 float **mci_row_ptrs(mc_engine *e, float *base, int64_t n, int64_t ld);
 #endif

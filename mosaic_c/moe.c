@@ -142,13 +142,6 @@ typedef struct moe_ctx {
     float **ap, **upp, **op;
 } moe_ctx;
 
-static void norm_token(void *ctx, int64_t t, int thread) {
-    const moe_ctx *c = ctx;
-    int64_t H = c->m->d.hidden;
-    (void)thread;
-    c->m->e->ops->rmsnorm(c->x + t * H, c->m->norm, c->m->d.norm.eps, H, c->h + t * H);
-}
-
 /* Softmax over all experts, then the best k; weights are their probabilities, which sum to 1 where
  * the family renormalises. */
 static void route_token(void *ctx, int64_t t, int thread) {
@@ -310,7 +303,7 @@ int mc_moe_forward(mc_moe *m, mc_step *st, float *x, int32_t *routed, mc_error *
     c.op = mci_scratch(e, rows, sizeof(void *));
     const float *const *hp = (const float *const *)mci_row_ptrs(e, c.h, T, d->hidden);
 
-    mci_pool_run(e->pool, norm_token, &c, T);
+    mci_norm_rows(e, x, m->norm, d->norm.eps, T, d->hidden, c.h);
     mci_job jobs[2];
     int n_job = 0;
     if (d->n_expert)
