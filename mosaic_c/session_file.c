@@ -101,6 +101,10 @@ int mc_session_save(mc_session *s, const char *path, const uint8_t *model, const
         rc = mci_fail(err, MC_EINVAL, 0, "session: path too long");
         goto done;
     }
+    if (n_meta < 0) {
+        rc = mci_fail(err, MC_EINVAL, 0, "session: %lld bytes of meta", (long long)n_meta);
+        goto done;
+    }
     memcpy(h.model, model, 32);
     fill_shape(kv, h.shape);
     h.pos = s->pos;

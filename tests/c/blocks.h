@@ -294,8 +294,9 @@ static inline int open_blocks(world *w, mc_error *err) {
     const model *m = w->m;
     mc_kv_desc k = kv_desc(w->set);
     int rc = mc_kv_create(w->e, &k, &w->kv, err);
-    if (rc < 0 || (rc = mc_store_create(w->e, 2, EXPERTS, TOP_K, w->set.policy, &w->store, err)) < 0)
-        return rc;
+    if (rc < 0) return rc;
+    rc = mc_store_create(w->e, 2, EXPERTS, TOP_K, w->set.policy, &w->store, err);
+    if (rc < 0) return rc;
     for (int i = 0; i < 3; i++) {
         if (i < 2 && ((rc = mc_attn_create(w->e, &m->attn[i], &w->attn[i], err)) < 0 ||
                       (rc = mc_delta_create(w->e, &m->delta[i], &w->delta[i], err)) < 0))
@@ -372,8 +373,8 @@ static inline int all_blocks(const world *w, mc_step *st, float *x, mc_error *er
     return rc;
 }
 
-/* One step: n tokens of a text in chunks of at most `chunk`, committed. last (H): activations of the
- * last token. After a failure the session stands where it stood. */
+/* One step: n tokens of a text in chunks of at most `chunk`, committed. last (H): activations of
+ * the last token. After a failure the session stands where it stood. */
 static inline int run(const world *w, mc_step *st, mc_session *s, uint64_t tag, int64_t n,
                       int64_t chunk, float *last, mc_error *err) {
     float *x = test_alloc((size_t)(CHUNK * H) * 4);
@@ -384,7 +385,7 @@ static inline int run(const world *w, mc_step *st, mc_session *s, uint64_t tag, 
         embed(tag, pos, k, x);
         rc = mc_step_chunk(st, &k, err);
         if (rc == MC_OK) rc = all_blocks(w, st, x, err);
-        if (last) memcpy(last, x + (k - 1) * H, H * 4);
+        if (last && rc == MC_OK) memcpy(last, x + (k - 1) * H, H * 4);
     }
     if (rc == MC_OK)
         rc = mc_step_commit(st, err);
