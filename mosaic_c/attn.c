@@ -52,7 +52,10 @@ static int64_t thread_scratch(const mc_attn_desc *d) {
            mci_scratch_bytes((int64_t)(d->n_head / d->n_kv_head) * d->ctx, 4);
 }
 
+static int check(const mc_attn_desc *d, mc_error *err);
+
 int64_t mc_attn_scratch(const mc_attn_desc *d, int32_t threads) {
+    if (check(d, NULL) < 0 || threads < 1 || threads > 256) return MC_EINVAL;
     int64_t t = d->max_tok, kv = (int64_t)d->n_kv_head * d->head_dim;
     return mci_scratch_bytes(t * d->hidden, 4) + mci_scratch_bytes(t * q_rows(d), 4) +
            2 * mci_scratch_bytes(t * kv, 4) +

@@ -24,7 +24,10 @@ static int64_t key_dim(const mc_delta_desc *d) { return (int64_t)d->n_k_head * d
 static int64_t value_dim(const mc_delta_desc *d) { return (int64_t)d->n_v_head * d->dv; }
 static int64_t conv_dim(const mc_delta_desc *d) { return 2 * key_dim(d) + value_dim(d); }
 
+static int check(const mc_delta_desc *d, mc_error *err);
+
 int64_t mc_delta_scratch(const mc_delta_desc *d) {
+    if (check(d, NULL) < 0) return MC_EINVAL;
     int64_t t = d->max_tok;
     return mci_scratch_bytes(t * d->hidden, 4) + 2 * mci_scratch_bytes(t * conv_dim(d), 4) +
            2 * mci_scratch_bytes(t * value_dim(d), 4) + 2 * mci_scratch_bytes(t * d->n_v_head, 4) +

@@ -30,7 +30,10 @@ static int64_t act_floats(const mc_moe_desc *d) {
 /* Rows that pass through experts in one call: (token, rank) pairs, then the shared expert's. */
 static int64_t max_rows(const mc_moe_desc *d) { return d->max_tok * ((int64_t)d->top_k + 1); }
 
+static int check(const mc_moe_desc *d, mc_error *err);
+
 int64_t mc_moe_scratch(const mc_moe_desc *d) {
+    if (check(d, NULL) < 0) return MC_EINVAL;
     int64_t t = d->max_tok, rows = max_rows(d);
     return mci_scratch_bytes(t * d->hidden, 4) + mci_scratch_bytes(t * d->n_expert, 4) +
            mci_scratch_bytes(t, 4) + 2 * mci_scratch_bytes(t * d->top_k, 4) +
@@ -40,7 +43,7 @@ int64_t mc_moe_scratch(const mc_moe_desc *d) {
            3 * mci_scratch_bytes(t, sizeof(void *));
 }
 
-static int check(const mc_moe_desc *d, const mc_store *s, const mc_expert *experts, mc_error *err) {
+static int check(const mc_moe_desc *d, mc_error *err) {
     const struct {
         const char *name;
         int64_t v, lo, hi;
@@ -55,8 +58,9 @@ static int check(const mc_moe_desc *d, const mc_store *s, const mc_expert *exper
         if (f[i].v < f[i].lo || f[i].v > f[i].hi)
             return mci_fail(err, MC_EINVAL, 0, "moe: %s: expected %lld..%lld, got %lld", f[i].name,
                             (long long)f[i].lo, (long long)f[i].hi, (long long)f[i].v);
-    if (d->n_expert && (!s || !experts))
-        return mci_fail(err, MC_EINVAL, 0, "moe: routed experts need a store");
+    if (d->max_tok * d->top_k > INT32_MAX)
+        return mci_fail(err, MC_EINVAL, 0, "moe: chunks of %lld tokens, top-%d: too many pairs",
+                        (long long)d->max_tok, d->top_k);
     return MC_OK;
 }
 
@@ -66,7 +70,9 @@ int mc_moe_create(mc_engine *e, mc_store *s, const mc_moe_desc *d, const mc_expe
     mc_moe *m;
     int rc;
     *out = NULL;
-    if ((rc = check(d, s, experts, err)) < 0) return rc;
+    if ((rc = check(d, err)) < 0) return rc;
+    if (d->n_expert && (!s || !experts))
+        return mci_fail(err, MC_EINVAL, 0, "moe: routed experts need a store");
     if (!(m = calloc(1, sizeof *m))) return mci_fail(err, MC_ENOMEM, 0, "moe: out of memory");
     if ((rc = mci_enter(e, err)) < 0) {
         free(m);

@@ -177,6 +177,8 @@ int64_t mc_kv_session_bytes(const mc_kv_desc *d);
 
 int mc_session_create(mc_kv *kv, mc_session **out, mc_error *err);
 void mc_session_free(mc_session *s);
+/* Frees *s and makes it NULL: a destructor for a binding that must not run code of its own. */
+void mc_session_clear(mc_session **s);
 int64_t mc_session_position(const mc_session *s);
 /* Keeps the state at the present position, so that mc_session_rewind can return to it. */
 int mc_session_snapshot(mc_session *s, mc_error *err);
@@ -227,6 +229,7 @@ int mc_attn_create(mc_engine *e, const mc_attn_desc *d, mc_attn **out, mc_error 
 void mc_attn_free(mc_attn *a);
 /* x (n_tok, hidden) += mixer(norm(x)) for the step's chunk. */
 int mc_attn_forward(mc_attn *a, mc_step *st, float *x, mc_error *err);
+/* Scratch that blocks of this shape need, tensors apart. Pure; MC_EINVAL for an impossible shape. */
 int64_t mc_attn_scratch(const mc_attn_desc *d, int32_t threads);
 /* inv_freq (dim/2) and cos, sin (dim/2) at a position, as the attention uses them. */
 int mc_rope_table(double theta, int32_t dim, int64_t pos, float *inv_freq, float *c, float *s);

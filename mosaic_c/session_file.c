@@ -97,7 +97,13 @@ int mc_session_save(mc_session *s, const char *path, const uint8_t *model, const
         return rc;
     }
     file f = {.path = tmp};
-    if (snprintf(tmp, sizeof tmp, "%s.tmp-%ld", path, (long)getpid()) >= (int)sizeof tmp) {
+    struct stat old;
+    bool exists = stat(path, &old) == 0;
+    if (exists && !S_ISREG(old.st_mode)) {
+        rc = mci_fail(err, MC_EINVAL, 0, "%s: expected a file or a new name, it is neither", path);
+        goto done;
+    }
+    if (snprintf(tmp, sizeof tmp, "%s.XXXXXX", path) >= (int)sizeof tmp) {
         rc = mci_fail(err, MC_EINVAL, 0, "session: path too long");
         goto done;
     }
@@ -111,7 +117,8 @@ int mc_session_save(mc_session *s, const char *path, const uint8_t *model, const
     h.n_page = kv->d.n_attn ? (s->pos + MC_PAGE_TOKENS - 1) / MC_PAGE_TOKENS : 0;
     h.n_meta = n_meta;
     mci_crc_init(&f.crc);
-    fd = f.fd = open(tmp, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    fd = f.fd = mkostemp(tmp, O_CLOEXEC); /* a name of its own: others may save here at once */
+    if (fd >= 0 && exists) (void)fchmod(fd, old.st_mode & 0777);
     if (fd < 0) {
         rc = mci_fail(err, MC_EIO, errno, "%s: cannot create: %s", tmp, strerror(errno));
         goto done;

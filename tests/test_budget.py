@@ -9,7 +9,7 @@ from conftest import VECTORS, open_small
 
 import mosaic_c
 from mosaic_c import MosaicError, UsageError, budget, synth
-from mosaic_c.model import plan_model
+from mosaic_c.opening import plan_model
 
 HYBRID = "qwen35_fp8"
 

@@ -255,6 +255,49 @@ def test_output_that_cannot_be_written(tiny):
     one_line(run("generate", "hi", env={"XDG_CACHE_HOME": "/proc/nope"}), 1, "/proc/nope")
 
 
+def test_closed_streams(tiny):
+    for redirect in (">&-", "<&-", "2>&-"):
+        r = subprocess.run(
+            [
+                "bash",
+                "-c",
+                f'"$0" -m mosaic_c generate --temp 0 -n 3 -m "$1" --ids 1 {redirect}',
+                sys.executable,
+                tiny,
+            ],
+            capture_output=True,
+            timeout=60,
+        )
+        assert r.returncode == 0 and b"Traceback" not in r.stderr
+    r = subprocess.run(
+        ["bash", "-c", '"$0" -m mosaic_c generate -m "$1" <&-', sys.executable, tiny],
+        capture_output=True,
+        timeout=60,
+    )
+    assert r.returncode == 2 and b"no prompt" in r.stderr
+
+
+def test_a_prompt_far_too_long_is_refused_in_bounded_memory(tiny):
+    code = "import resource, sys; from mosaic_c.cli import main; s = main(sys.argv[1:]); "
+    code += (
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr); sys.exit(s)"
+    )
+    args = ["generate", "-m", str(tiny), "--ram", "120M", "-n", "3", "-q"]
+    r = subprocess.run(
+        [sys.executable, "-c", code, *args],
+        input=b"hello world " * 250_000,
+        capture_output=True,
+        timeout=60,
+    )
+    lines = r.stderr.decode().splitlines()
+    assert r.returncode == 1 and "context has room for" in lines[-2]
+    assert int(lines[-1]) * 1024 < 120 << 20
+    r = subprocess.run(
+        [sys.executable, "-c", code, *args], input=b"x" * (9 << 20), capture_output=True, timeout=60
+    )
+    assert r.returncode == 1 and b"at most 8388608 bytes" in r.stderr
+
+
 def test_works_inside_and_outside_the_source_tree(tmp_path):
     for cwd in (tmp_path, VECTORS.parents[1]):
         r = run("--version", cwd=cwd)

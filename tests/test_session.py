@@ -1,13 +1,15 @@
 """Sessions: fork, rewind, snapshot, save and load give what a fresh run gives; errors leave no trace."""
 
 import os
+import shutil
 import threading
 import time
 
 import numpy as np
 import pytest
-from conftest import MODELS, open_small
+from conftest import MODELS, VECTORS, open_small
 
+import mosaic_c
 from mosaic_c import MosaicError, UsageError
 
 HYBRID, PLAIN = "qwen35_fp8", "qwen3_bf16"
@@ -116,11 +118,11 @@ def test_bad_session_files(expected, tmp_path):
             s.save(tmp_path / "no" / "s")
         path.write_bytes(good)
         assert model.session(load=path).position == 70
-        s.tokens[3] = 10**8  # a caller may write anything
+        s._tokens[3] = 10**8  # a caller may write anything
         s.save(path)
         with pytest.raises(MosaicError, match="expected 70 token ids below"):
             model.session(load=path)
-        s.tokens = [1, 2]
+        s._tokens = [1, 2]
         s.save(path)
         with pytest.raises(MosaicError, match="expected 70 token ids"):
             model.session(load=path)
@@ -256,7 +258,7 @@ def test_interrupt_around_the_commit(expected, monkeypatch):
     with open_small(HYBRID) as model:
         s = model.session()
         s.forward([1, 2])
-        step = model._workspaces[0].step
+        step = model._steps[0]
         commit = step.commit
         for before in (True, False):
 
@@ -289,6 +291,123 @@ def test_close_during_a_forward_of_another_thread(expected):
         model.close()
         thread.join()
         assert isinstance(seen[0], np.ndarray) or seen[0] in ("ECLOSED", "ECANCEL")
+
+
+@pytest.mark.parametrize("call", ["forward", "rewind", "fork", "save", "position"])
+def test_close_a_session_while_another_thread_uses_it(call, tmp_path):
+    calls = {
+        "forward": lambda s: s.forward([1, 2, 3]),
+        "rewind": lambda s: s.rewind(0),
+        "fork": lambda s: s.fork().close(),
+        "save": lambda s: s.save(tmp_path / "x"),
+        "position": lambda s: s.position,
+    }
+    with open_small(PLAIN) as model:
+        for _ in range(60):
+            s, odd = model.session(), []
+
+            def work(s=s, odd=odd):
+                try:
+                    while True:
+                        calls[call](s)
+                except MosaicError as error:
+                    if error.code != "ECLOSED":
+                        odd.append(error)
+
+            thread = threading.Thread(target=work)
+            thread.start()
+            time.sleep(0.001)
+            s.close()
+            thread.join()
+            assert not odd
+        assert model.stats().resident["state"] < 2 << 20  # all gone
+
+
+def test_saving_respects_what_is_there(tmp_path):
+    with open_small(PLAIN) as model:
+        s = model.session()
+        s.forward([1, 2])
+        target, link = tmp_path / "target", tmp_path / "link"
+        target.write_bytes(b"old")
+        target.chmod(0o640)
+        link.symlink_to(target)
+        s.save(link)
+        assert link.is_symlink() and target.stat().st_mode & 0o777 == 0o640
+        assert model.session(load=link).position == 2
+        os.mkfifo(tmp_path / "fifo")
+        for bad in (tmp_path / "fifo", tmp_path, "/dev/null"):
+            with pytest.raises(MosaicError, match="neither"):
+                s.save(bad)
+        assert sorted(os.listdir(tmp_path)) == ["fifo", "link", "target"]
+
+
+def test_many_threads_save_to_one_name(tmp_path):
+    with open_small(PLAIN) as a, open_small(PLAIN) as b:
+        sessions, failed = [a.session(), b.session()], []
+        for s in sessions:
+            s.forward([1, 2, 3])
+
+        def work(s):
+            try:
+                for _ in range(30):
+                    s.save(tmp_path / "x")
+            except MosaicError as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=work, args=(s,)) for s in sessions]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert not failed and os.listdir(tmp_path) == ["x"]
+        assert a.session(load=tmp_path / "x").position == 3
+
+
+def test_state_of_other_weights_is_not_saved_or_loaded(tmp_path):
+    """A shard replaced on disk while the model is open: its state must not pass for the new one's."""
+    folder = tmp_path / "m"
+    shutil.copytree(VECTORS / PLAIN, folder)
+    with mosaic_c.open(folder, ram="512M", ctx=256) as model:
+        s = model.session()
+        s.forward([1, 2])
+        shard = next(folder.glob("*.safetensors"))
+        data = bytearray(shard.read_bytes())
+        data[-5] ^= 1
+        shard.unlink()
+        shard.write_bytes(data)
+        with pytest.raises(MosaicError, match="changed since") as info:
+            s.save(tmp_path / "x")
+        assert info.value.code == "ESTALE"
+        shard.unlink()
+        with pytest.raises(MosaicError, match="changed since"):
+            s.save(tmp_path / "x")
+
+
+def test_wrong_types_get_a_usage_error():
+    with open_small(PLAIN) as model:
+        s = model.session()
+        for bad in ([[1, 2], [3]], 5, "abc", None, [True, 0.5], {"a": 1}):
+            with pytest.raises(UsageError):
+                s.forward(bad)
+        with pytest.raises(UsageError):
+            model.forward([(5, [1])])
+        with pytest.raises(UsageError):
+            s.rewind(10**30)
+        with pytest.raises(UsageError):
+            s.rewind("1")
+        with pytest.raises(UsageError):
+            model.generate([1], session=5)
+        assert len(s.forward(t for t in [1, 2])) == 2  # any iterable of ids
+    for options in (
+        {"ctx": 1.5},
+        {"threads": "2"},
+        {"slots": True},
+        {"ram": 10**30},
+        {"io": 3},
+        {"kv": "f8"},
+    ):
+        with pytest.raises(UsageError, match=next(iter(options))):
+            mosaic_c.open(VECTORS / PLAIN, **options)
 
 
 def test_score_of_nothing_and_of_one(expected):

@@ -555,3 +555,16 @@ def test_help_shows_defaults(capsys):
         run("--help")
     text = capsys.readouterr().out
     assert "(default: tiny)" in text and "(default: fp8)" in text and "qwen3.6-35b-a3b" in text
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path):
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    stale, alive = tmp_path / f"m.partial-{pid}", tmp_path / f"m.partial-{os.getppid()}"
+    for folder in (stale, alive):
+        folder.mkdir()
+        (folder / "x").write_bytes(b"x")
+    synth.write(tmp_path / "m", "tiny", progress=False)
+    assert not stale.exists() and alive.exists()

@@ -13,7 +13,7 @@ from mosaic_c.errors import MosaicError, UsageError
 
 if TYPE_CHECKING:
     from mosaic_c.model import Model, Session
-    from mosaic_c.model import open_model as open
+    from mosaic_c.opening import open_model as open
 
 __version__ = "0.1.0"
 __all__ = ["Model", "MosaicError", "Session", "UsageError", "__version__", "open"]
@@ -22,7 +22,7 @@ __all__ = ["Model", "MosaicError", "Session", "UsageError", "__version__", "open
 def __getattr__(name: str) -> Any:
     """Loads the engine when it is first used, so that importing the package costs nothing."""
     if name in ("open", "Model", "Session"):
-        from mosaic_c import model
+        from mosaic_c import model, opening
 
-        return {"open": model.open_model, "Model": model.Model, "Session": model.Session}[name]
+        return {"open": opening.open_model, "Model": model.Model, "Session": model.Session}[name]
     raise AttributeError(f"module 'mosaic_c' has no attribute {name!r}")

@@ -21,6 +21,8 @@ MIN_DEFAULT_CTX = 512
 CHUNKS = (512, 256, 128, 64, 32, 16, 8)
 # Later growth of the interpreter and numpy (imports on first use, allocator slack).
 PROCESS_GROWTH = 12 * MB
+# Encoding a prompt takes about 250 bytes a character, and a token is four characters or so.
+CTX_BYTES = 1024
 STACK = 96 << 10  # touched part of a thread's stack
 TENSOR_SLACK = 12 << 10  # alignment around a resident tensor
 LOAD_PIECE = 4 * MB  # of a dense tensor in flight in one lane
@@ -143,7 +145,7 @@ def plan_memory(
         pool, state = engine.kv_bytes(blocks.state(plan, ctx, engine.DTYPES[kv.upper()]))
         return [
             Item("Python and libraries", python, "measured"),
-            Item("Python, later", later + ctx * 64, "tokenizer, imports, sampling, token ids"),
+            Item("Python, later", later + ctx * CTX_BYTES, "tokenizer, imports, sampling, prompt"),
             Item("dense weights", dense_bytes(located), "resident"),
             Item("expert scales", scales, "resident"),
             Item("expert tables", experts * EXPERT_META),
@@ -207,7 +209,7 @@ def plan_memory(
         unit=unit,
         slab=slab,
         experts=experts,
-        engine_budget=budget - python - later - chosen * 64,
+        engine_budget=budget - python - later - chosen * CTX_BYTES,
         floor=_round_up(floor),
         useful=_round_up(wanted),
         fits=fits,

@@ -31,10 +31,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    # A closed stream is None in Python: what would go there goes nowhere.
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ? and goes on
+    command = ""
     try:
+        args = parser().parse_args(argv)
+        command = f" {args.command}"
         status = args.run(args)
         sys.stdout.flush()
         return status
@@ -44,17 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         what = f"{error.filename}: " if error.filename else ""
-        print(f"mosaic_c {args.command}: {what}{error.strerror or error}", file=sys.stderr)
+        print(f"mosaic_c{command}: {what}{error.strerror or error}", file=sys.stderr)
         _forget_stdout()
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except MosaicError as error:
-        print(f"mosaic_c {args.command}: {error}", file=sys.stderr)
+        print(f"mosaic_c{command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except MemoryError:
-        print(f"mosaic_c {args.command}: out of memory; give a smaller --ram", file=sys.stderr)
+        print(f"mosaic_c{command}: out of memory; give a smaller --ram", file=sys.stderr)
         return 1
 
 

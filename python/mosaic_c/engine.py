@@ -40,14 +40,25 @@ def check(rc: int, err: Any) -> int:
 
 
 def _call(function: Any, *args: Any) -> int:
+    """One C call; Handles among the arguments stay alive until it returns, whoever closes them."""
     err = ffi.new("mc_error *")
-    return check(function(*args, err), err)
+    owners = [a.pin() if isinstance(a, Handle) else a for a in args]
+    raw = [o[0] if isinstance(a, Handle) else o for a, o in zip(args, owners, strict=True)]
+    return check(function(*raw, err), err)
+
+
+def _owner(kind: str, free: Any) -> Any:
+    """Room for a handle, and its end: made before the call that fills it, so that an interrupt between
+    the two loses nothing. Freeing NULL is fine. A session's end is a C function, which no interrupt can
+    cut short: sessions come and go, other handles live as long as the model."""
+    end = lib.mc_session_clear if kind == "mc_session" else lambda owner: free(owner[0])
+    return ffi.gc(ffi.new(f"{kind} **"), end)
 
 
 def _create(function: Any, free: Any, kind: str, *args: Any) -> Any:
-    out = ffi.new(f"{kind} **")
-    _call(function, *args, out)
-    return ffi.gc(out[0], free)
+    owner = _owner(kind, free)
+    _call(function, *args, owner)
+    return owner
 
 
 def _floats(array: np.ndarray, *shape: int) -> Any:
@@ -71,15 +82,25 @@ def _path(path: str) -> bytes:
 
 
 class Handle:
-    """Owner of one C object."""
+    """Owner of one C object. Closing it while another thread is in a call on it is safe: the object goes
+    when that call returns."""
 
-    _c: Any
+    _own: Any = None
+
+    def pin(self) -> Any:
+        """The owner, to be held by whoever is about to call C. Raises ECLOSED after close()."""
+        own = self._own
+        if own is None:
+            raise MosaicError(f"the {type(self).__name__.lower()} is closed", "ECLOSED")
+        return own
+
+    @property
+    def closed(self) -> bool:
+        return self._own is None
 
     def close(self) -> None:
-        """Frees the C object now; twice is fine."""
-        if self._c is not None:
-            ffi.release(self._c)
-            self._c = None
+        """Gives the C object up; twice is fine."""
+        self._own = None
 
 
 class Engine(Handle):
@@ -96,19 +117,18 @@ class Engine(Handle):
             "mc_engine_opts *",
             {"threads": threads, "lanes": lanes, "io": IO_MODES[io], "budget": budget, "isa": name},
         )
-        self._c = _create(lib.mc_engine_create, lib.mc_engine_free, "mc_engine", opts)
+        self._own = _create(lib.mc_engine_create, lib.mc_engine_free, "mc_engine", opts)
 
     def file(self, path: str) -> int:
-        return _call(lib.mc_engine_file, self._c, _path(path))
+        return _call(lib.mc_engine_file, self, _path(path))
 
     def cancel(self, on: bool = True) -> None:
-        if self._c is not None:
-            lib.mc_engine_cancel(self._c, int(on))
+        lib.mc_engine_cancel(self.pin()[0], int(on))
 
     def stats(self) -> Any:
         """mc_stats, as the C struct."""
         out = ffi.new("mc_stats *")
-        _call(lib.mc_engine_stats, self._c, out)
+        _call(lib.mc_engine_stats, self, out)
         return out
 
 
@@ -142,18 +162,18 @@ class Linear(Handle):
     def __init__(self, engine: Engine, weight: dict[str, int], resident: bool = True) -> None:
         self.rows, self.cols = weight["rows"], weight["cols"]
         desc = ffi.new("mc_tensor *", weight)
-        self._c = _create(
-            lib.mc_linear_create, lib.mc_linear_free, "mc_linear", engine._c, desc, int(resident)
+        self._own = _create(
+            lib.mc_linear_create, lib.mc_linear_free, "mc_linear", engine, desc, int(resident)
         )
 
     def forward(self, x: np.ndarray, y: np.ndarray) -> None:
         """y (n, rows) = x (n, cols) W^T."""
         n = x.shape[0]
-        _call(lib.mc_linear_forward, self._c, _floats(x, n, self.cols), n, _floats(y, n, self.rows))
+        _call(lib.mc_linear_forward, self, _floats(x, n, self.cols), n, _floats(y, n, self.rows))
 
     def pick(self, ids: np.ndarray, y: np.ndarray) -> None:
         """y (n, cols) = the rows ids (int32) of the matrix."""
-        _call(lib.mc_linear_rows, self._c, _ints(ids), len(ids), _floats(y, len(ids), self.cols))
+        _call(lib.mc_linear_rows, self, _ints(ids), len(ids), _floats(y, len(ids), self.cols))
 
 
 class Head(Handle):
@@ -162,8 +182,8 @@ class Head(Handle):
     ) -> None:
         self.rows, self.cols = weight.rows, weight.cols
         desc = ffi.new("mc_norm *", norm_desc)
-        self._c = _create(
-            lib.mc_head_create, lib.mc_head_free, "mc_head", engine._c, desc, weight._c, max_tok
+        self._own = _create(
+            lib.mc_head_create, lib.mc_head_free, "mc_head", engine, desc, weight, max_tok
         )
 
     def forward(self, x: np.ndarray, pick: np.ndarray, y: np.ndarray) -> None:
@@ -171,7 +191,7 @@ class Head(Handle):
         n = len(pick)
         _call(
             lib.mc_head_forward,
-            self._c,
+            self,
             _floats(x, 1, self.cols),
             _ints(pick),
             n,
@@ -184,33 +204,30 @@ class Kv(Handle):
 
     def __init__(self, engine: Engine, desc: dict[str, Any]) -> None:
         self.engine = engine
-        self._c = _create(
-            lib.mc_kv_create, lib.mc_kv_free, "mc_kv", engine._c, ffi.new("mc_kv_desc *", desc)
+        self._own = _create(
+            lib.mc_kv_create, lib.mc_kv_free, "mc_kv", engine, ffi.new("mc_kv_desc *", desc)
         )
 
 
 class SessionHandle(Handle):
-    def __init__(self, c: Any) -> None:
-        self._c = c
+    def __init__(self, own: Any) -> None:
+        self._own = own
 
     @classmethod
     def new(cls, kv: Kv) -> SessionHandle:
-        return cls(_create(lib.mc_session_create, lib.mc_session_free, "mc_session", kv._c))
+        return cls(_create(lib.mc_session_create, lib.mc_session_free, "mc_session", kv))
 
     @classmethod
     def load(cls, kv: Kv, path: str, model: bytes, room: int) -> tuple[SessionHandle, bytes]:
         """The session and the caller's bytes that were saved with it."""
-        meta, out, err = ffi.new("uint8_t[]", room), ffi.new("mc_session **"), ffi.new("mc_error *")
-        n = check(
-            lib.mc_session_load(kv._c, _path(path), model, meta, room, out, err),
-            err,
-        )
-        return cls(ffi.gc(out[0], lib.mc_session_free)), bytes(ffi.buffer(meta, n))
+        meta, own = ffi.new("uint8_t[]", room), _owner("mc_session", lib.mc_session_free)
+        n = _call(lib.mc_session_load, kv, _path(path), model, meta, room, own)
+        return cls(own), bytes(ffi.buffer(meta, n))
 
     def save(self, path: str, model: bytes, meta: bytes) -> None:
         _call(
             lib.mc_session_save,
-            self._c,
+            self,
             _path(path),
             model,
             meta,
@@ -218,38 +235,39 @@ class SessionHandle(Handle):
         )
 
     def fork(self) -> SessionHandle:
-        return SessionHandle(
-            _create(lib.mc_session_fork, lib.mc_session_free, "mc_session", self._c)
-        )
+        return SessionHandle(_create(lib.mc_session_fork, lib.mc_session_free, "mc_session", self))
 
     def snapshot(self) -> None:
-        _call(lib.mc_session_snapshot, self._c)
+        _call(lib.mc_session_snapshot, self)
 
     def rewind(self, n: int) -> None:
-        _call(lib.mc_session_rewind, self._c, n)
+        _call(lib.mc_session_rewind, self, n)
 
     @property
     def position(self) -> int:
-        return lib.mc_session_position(self._c)
+        own = self.pin()
+        return lib.mc_session_position(own[0])
 
 
 class Step(Handle):
     """Moves sessions forward together; commit keeps the work, abort (or an error) leaves no trace."""
 
     def __init__(self, engine: Engine) -> None:
-        self._c = _create(lib.mc_step_create, lib.mc_step_free, "mc_step", engine._c)
+        self._own = _create(lib.mc_step_create, lib.mc_step_free, "mc_step", engine)
 
     def begin(self, sessions: Sequence[SessionHandle]) -> None:
-        _call(lib.mc_step_begin, self._c, [s._c for s in sessions], len(sessions))
+        owners = [s.pin() for s in sessions]
+        _call(lib.mc_step_begin, self, [own[0] for own in owners], len(owners))
 
     def chunk(self, counts: Sequence[int]) -> None:
-        _call(lib.mc_step_chunk, self._c, counts)
+        _call(lib.mc_step_chunk, self, counts)
 
     def commit(self) -> None:
-        _call(lib.mc_step_commit, self._c)
+        _call(lib.mc_step_commit, self)
 
     def abort(self) -> None:
-        lib.mc_step_abort(self._c)
+        own = self.pin()
+        lib.mc_step_abort(own[0])
 
 
 class Mixer(Handle):
@@ -257,14 +275,14 @@ class Mixer(Handle):
 
     def __init__(self, engine: Engine, kind: str, desc: dict[str, Any]) -> None:
         self._forward = getattr(lib, f"mc_{kind}_forward")
-        self._c = _create(
+        self._own = _create(
             getattr(lib, f"mc_{kind}_create"), getattr(lib, f"mc_{kind}_free"), f"mc_{kind}",
-            engine._c, ffi.new(f"mc_{kind}_desc *", desc),
+            engine, ffi.new(f"mc_{kind}_desc *", desc),
         )  # fmt: skip
 
     def forward(self, step: Step, x: np.ndarray) -> None:
         """x (n_tok, hidden) += mixer(norm(x))."""
-        _call(self._forward, self._c, step._c, _floats(x))
+        _call(self._forward, self, step, _floats(x))
 
 
 class Store(Handle):
@@ -273,16 +291,16 @@ class Store(Handle):
     def __init__(
         self, engine: Engine, n_layer: int, n_expert: int, top_k: int, policy: str
     ) -> None:
-        self._c = _create(
-            lib.mc_store_create, lib.mc_store_free, "mc_store", engine._c, n_layer, n_expert, top_k,
+        self._own = _create(
+            lib.mc_store_create, lib.mc_store_free, "mc_store", engine, n_layer, n_expert, top_k,
             POLICIES[policy],
         )  # fmt: skip
 
     def open(self, slots: int) -> None:
-        _call(lib.mc_store_open, self._c, slots)
+        _call(lib.mc_store_open, self, slots)
 
     def resize(self, slots: int) -> None:
-        _call(lib.mc_store_resize, self._c, slots)
+        _call(lib.mc_store_resize, self, slots)
 
 
 class Moe(Handle):
@@ -295,15 +313,15 @@ class Moe(Handle):
             if experts.nbytes != experts.shape[0] * ffi.sizeof("mc_expert"):
                 raise ValueError("experts: layout differs from mc_expert")
             pointer = ffi.cast("mc_expert *", ffi.from_buffer(experts))
-        self._c = _create(
-            lib.mc_moe_create, lib.mc_moe_free, "mc_moe", engine._c,
-            ffi.NULL if store is None else store._c, ffi.new("mc_moe_desc *", desc), pointer,
+        self._own = _create(
+            lib.mc_moe_create, lib.mc_moe_free, "mc_moe", engine,
+            ffi.NULL if store is None else store, ffi.new("mc_moe_desc *", desc), pointer,
         )  # fmt: skip
 
     def forward(self, step: Step, x: np.ndarray, routed: np.ndarray | None = None) -> None:
         """x (n_tok, hidden) += moe(norm(x)); routed (n_tok, top_k) int32 receives the expert ids."""
         ids = ffi.NULL if routed is None else _ints(routed)
-        _call(lib.mc_moe_forward, self._c, step._c, _floats(x), ids)
+        _call(lib.mc_moe_forward, self, step, _floats(x), ids)
 
 
 # ---- pure functions ----
@@ -313,8 +331,12 @@ def scratch_bytes(kind: str, desc: dict[str, Any], threads: int) -> int:
     """Scratch that a block of this description needs."""
     c = ffi.new(f"mc_{kind}_desc *", desc)
     if kind == "attn":
-        return lib.mc_attn_scratch(c, threads)
-    return getattr(lib, f"mc_{kind}_scratch")(c)
+        n = lib.mc_attn_scratch(c, threads)
+    else:
+        n = getattr(lib, f"mc_{kind}_scratch")(c)
+    if n < 0:
+        raise MosaicError(f"{kind}: the engine cannot run a block of this shape", "EINVAL")
+    return n
 
 
 def kv_bytes(desc: dict[str, Any]) -> tuple[int, int]:

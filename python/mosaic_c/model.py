@@ -19,92 +19,15 @@ import numpy as np
 
 from mosaic_c import blocks, engine
 from mosaic_c.bind import Located
-from mosaic_c.budget import MB, MemoryPlan, embedding_resident, plan_memory, require_fit
+from mosaic_c.budget import MemoryPlan, embedding_resident
 from mosaic_c.checkpoint import Checkpoint
 from mosaic_c.errors import MosaicError, UsageError
-from mosaic_c.limits import default_budget, default_threads, parse_size, read_limits
 from mosaic_c.plan import Attention, ModelPlan, Weight
 from mosaic_c.session import Progress, Session, WithProgress, token_ids
 from mosaic_c.stats import Counters, Stats, collect
 
 TOKENIZER = "tokenizer.json"
 SESSION_SLACK = 8192  # page table and rounding
-
-
-def plan_model(
-    path: str | os.PathLike[str],
-    ram: str | int | None = None,
-    ctx: int | None = None,
-    threads: int | None = None,
-    io: str = "auto",
-    policy: str = "auto",
-    slots: int | None = None,
-    kv: str = "bf16",
-    text: bool = False,
-) -> tuple[Checkpoint, Located, MemoryPlan]:
-    """(checkpoint, located tensors, memory plan) of a folder; reads headers, loads nothing.
-
-    text: the tokenizer is loaded already, so that the process as it is has it.
-    """
-    _one_of("io", io, engine.IO_MODES)
-    _one_of("policy", policy, [p for p in engine.POLICIES if p != "belady"])
-    _one_of("kv", kv, ("f32", "bf16"))
-    limits = read_limits()
-    if ram is None:
-        budget, reason = default_budget(limits)
-    else:
-        budget, reason = parse_size(ram) if isinstance(ram, str) else int(ram), "--ram"
-    threads = default_threads(limits) if threads is None else threads
-    if not 1 <= threads <= 256:
-        raise UsageError(f"threads: expected 1..256, got {threads}")
-    checkpoint = Checkpoint.open(path)
-    located = checkpoint.locate()
-    lanes = 4 if io == "pread" else 2
-    memory = plan_memory(
-        located, budget=budget, reason=reason, threads=threads, lanes=lanes, ctx=ctx, kv=kv,
-        policy=policy, slots=slots, later=0 if text else _tokenizer_bytes(checkpoint.folder),
-    )  # fmt: skip
-    return checkpoint, located, memory
-
-
-def open_model(
-    path: str | os.PathLike[str],
-    ram: str | int | None = None,
-    ctx: int | None = None,
-    vram: str | int | None = None,
-    threads: int | None = None,
-    io: str = "auto",
-    policy: str = "auto",
-    slots: int | None = None,
-    kv: str = "bf16",
-    isa: str | None = None,
-    on_load: Progress | None = None,
-    tokenizer: Any = None,
-) -> Model:
-    """Opens a Hugging Face folder. See docs/design.md section 8 for the arguments.
-
-    ram: bytes or "6G", the bound of this whole process; None: what limits.default_budget says. ctx: tokens a
-    session may hold; None: min(model limit, 32768, what fits). slots: experts in the cache (per layer for
-    layer-lru); None: what the budget leaves. isa: a kernel set of engine.isas(); None: the best. vram: must be
-    None or 0, this build has no GPU tier. on_load: called with (parts loaded, parts). tokenizer: the folder's, where
-    it is loaded already; otherwise memory is kept for it and it is loaded when text is needed.
-    """
-    if vram not in (None, 0, "0"):
-        raise UsageError(f"vram: this build has no GPU tier: expected 0 or None, got {vram!r}")
-    if isa is not None:
-        _one_of("isa", isa, engine.isas())
-    checkpoint, located, memory = plan_model(
-        path, ram, ctx, threads, io, policy, slots, kv, tokenizer is not None
-    )
-    require_fit(memory)
-    model = Model(checkpoint, located.plan, memory, io, isa, tokenizer)
-    del checkpoint  # the table of all tensors may take megabytes
-    try:
-        model._load(located, on_load)
-    except BaseException:
-        model.close()
-        raise
-    return model
 
 
 class Model:
@@ -127,13 +50,17 @@ class Model:
         self.counters = Counters()
         self._closed = False
         self._traced = 0
+        self._identities: list[tuple[int, ...]] = []
+        self._fingerprint: bytes | None = None
         self.layers: list[tuple[engine.Mixer, engine.Moe, int]] = []
         self.store: engine.Store | None = None
         self.kv: engine.Kv | None = None
         self.embed: engine.Linear | None = None
         self.head: engine.Head | None = None
-        self._workspaces: list[_Workspace] = []
-        self._lock = threading.RLock()
+        self._steps: list[engine.Step] = []
+        self._lock, self._compute = threading.RLock(), threading.Lock()
+        self._x = np.zeros((memory.chunk, plan.hidden), np.float32)  # hidden states of a chunk
+        self._routed = [np.zeros((memory.chunk, m.top_k), np.int32) for m in plan.moe_layers]
         self._io, self._tokenizer = io, tokenizer
         self.engine = engine.Engine(
             memory.threads, memory.lanes, io, max(memory.engine_budget, 1), isa
@@ -141,9 +68,11 @@ class Model:
 
     # ---- loading ----
 
-    def _load(self, located: Located, on_load: Progress | None) -> None:
+    def load(self, located: Located, on_load: Progress | None) -> None:
+        """Binds every tensor and sizes the cache; on_load(parts done, parts)."""
         plan, memory, e = self.plan, self.memory, self.engine
         files = np.array([e.file(str(path)) for path in self.files], np.int32)
+        self._identities = [_identity(path) for path in self.files]
         ids = files.tolist()
         total, done = len(plan.layers) + 1, 0
 
@@ -193,9 +122,11 @@ class Model:
         if not self._closed:
             self._closed = True
             self.engine.cancel()
-            self.layers, self._workspaces = [], []
-            self.store = self.kv = self.embed = self.head = None
-            self.engine.close()
+            parts = [part for layer in self.layers for part in layer[:2]]
+            for part in (*parts, self.store, self.kv, self.embed, self.head, self.engine):
+                if part is not None:
+                    part.close()
+            self._steps.clear()
 
     def __enter__(self) -> Model:
         return self
@@ -216,13 +147,13 @@ class Model:
             return Session(self, self._with_room(lambda: engine.SessionHandle.new(self.kv)), [])
         room = 8 * self.ctx + 64
         handle, meta = self._with_room(
-            lambda: engine.SessionHandle.load(self.kv, os.fspath(load), self.fingerprint(), room)
+            lambda: engine.SessionHandle.load(self.kv, os.fsdecode(load), self.fingerprint(), room)
         )
         ids = np.frombuffer(meta[: len(meta) // 4 * 4], np.int32)
         good = len(meta) == 4 * handle.position and (len(ids) == 0 or 0 <= ids.min())
         if not good or (len(ids) and ids.max() >= self.vocab):
             raise MosaicError(
-                f"{os.fspath(load)}: expected {handle.position} token ids below {self.vocab}",
+                f"{os.fsdecode(load)}: expected {handle.position} token ids below {self.vocab}",
                 "EFORMAT",
             )
         return Session(self, handle, ids.tolist())
@@ -246,6 +177,15 @@ class Model:
         self._run(work, take, progress)
         return [row for row in rows if row is not None]
 
+    def check_room(self, session: Session, count: int) -> None:
+        """Raises EFULL where count more tokens do not fit into the session's context."""
+        if count > session.room:
+            raise MosaicError(
+                f"context full: {session.position} tokens held, {count} more wanted, the context is "
+                f"{self.ctx}; open the model with a larger ctx",
+                "EFULL",
+            )
+
     def _logits(self, x: np.ndarray, pick: np.ndarray) -> np.ndarray:
         y = np.empty((len(pick), self.vocab), np.float32)
         self.head.forward(x, pick, y)
@@ -264,25 +204,19 @@ class Model:
         tokens = [token_ids(ids, self.vocab) for _, ids in work]
         if not work or any(len(t) == 0 for t in tokens):
             raise UsageError("forward: expected at least one token for every session")
-        for s in sessions:
-            s.check(self)
-        before = [s.position for s in sessions]
+        before = []
         for s, t in zip(sessions, tokens, strict=True):
-            if len(t) > s.room:
-                raise MosaicError(
-                    f"context full: {s.position} tokens held, {len(t)} more wanted, the context is {self.ctx}; "
-                    "open the model with a larger ctx",
-                    "EFULL",
-                )
+            if not isinstance(s, Session):
+                raise UsageError(f"forward: expected a session of this model, got {s!r}")
+            s.check(self)
+            self.check_room(s, len(t))
+            before.append(s.position)
         decode = all(len(t) == 1 and p > 0 for t, p in zip(tokens, before, strict=True))
         routing: list[list[np.ndarray]] = []
         started = time.perf_counter()
-        ws, layers, embed, trace = self._workspace(), self.layers, self.embed, self.trace
-        self._alive()  # a close() in another thread may have emptied what was just taken
-        begun = False
+        step, layers, trace, x_all = self._step(), self.layers, self.trace, self._x
         try:
-            ws.step.begin([s._handle for s in sessions])
-            begun = True
+            step.begin([s._handle for s in sessions])
             done, total = [0] * len(work), sum(map(len, tokens))
             while sum(done) < total:
                 room, counts = self.memory.chunk, []
@@ -292,38 +226,39 @@ class Model:
                 ids = np.concatenate(
                     [t[d : d + c] for t, d, c in zip(tokens, done, counts, strict=True)]
                 )
-                ws.step.chunk(counts)
-                x = ws.x[: len(ids)]
-                embed.pick(ids, x)
-                for n, (mixer, moe, index) in enumerate(layers):
-                    mixer.forward(ws.step, x)
-                    record = trace is not None and index >= 0
-                    moe.forward(ws.step, x, ws.routed[index] if record else None)
-                    if progress is not None:
-                        at = sum(done) * len(layers) + (n + 1) * len(ids)
-                        progress(at, total * len(layers))
-                if trace is not None:
-                    routing.append([r.ravel()[: r.shape[1] * len(ids)].copy() for r in ws.routed])
-                first = 0
-                for i, c in enumerate(counts):
-                    done[i] += c
-                    if c:
-                        take(i, x, first, c, done[i] == len(tokens[i]))
-                    first += c
+                with self._compute:  # calls of other threads take turns chunk by chunk
+                    step.chunk(counts)
+                    x = x_all[: len(ids)]
+                    self.embed.pick(ids, x)
+                    for n, (mixer, moe, index) in enumerate(layers):
+                        mixer.forward(step, x)
+                        record = trace is not None and index >= 0
+                        moe.forward(step, x, self._routed[index] if record else None)
+                        if progress is not None:
+                            at = sum(done) * len(layers) + (n + 1) * len(ids)
+                            progress(at, total * len(layers))
+                    if trace is not None:
+                        routing.append(
+                            [r.ravel()[: r.shape[1] * len(ids)].copy() for r in self._routed]
+                        )
+                    first = 0
+                    for i, c in enumerate(counts):
+                        done[i] += c
+                        if c:
+                            take(i, x, first, c, done[i] == len(tokens[i]))
+                        first += c
             for s, t in zip(sessions, tokens, strict=True):
-                s.tokens.extend(t.tolist())
-            ws.step.commit()
+                s.extend(t)
+            step.commit()
         except BaseException as error:
-            ws.step.abort()
-            for s in sessions if begun else ():  # on whichever side of the commit an interrupt fell
-                s.settle()
+            step.abort()
             if self._closed and isinstance(error, MosaicError):
                 raise MosaicError("the model was closed during the call", "ECLOSED") from error
             raise
         finally:
             with self._lock:
                 if not self._closed:
-                    self._workspaces.append(ws)
+                    self._steps.append(step)
         self.counters.add(decode, total, time.perf_counter() - started)
         for chunk in routing:
             self._record(trace, "decode" if decode else "prefill", chunk)
@@ -339,11 +274,9 @@ class Model:
                 trace.add(phase, self._traced, index, routed[t].tolist())
             self._traced += 1
 
-    def _workspace(self) -> _Workspace:
+    def _step(self) -> engine.Step:
         with self._lock:
-            if self._workspaces:
-                return self._workspaces.pop()
-        return _Workspace(self)
+            return self._steps.pop() if self._steps else engine.Step(self.engine)
 
     def _with_room(self, make: Callable[[], Any]) -> Any:
         """make(); when it does not fit the budget, the expert cache gives up the slots it needs."""
@@ -357,7 +290,7 @@ class Model:
             desc = blocks.state(self.plan, self.ctx, engine.DTYPES[self.memory.kv.upper()])
             state = engine.kv_bytes(desc)[1]
             slots = self.slots - -(-(state + SESSION_SLACK - self._free()) // self.memory.unit)
-            if slots < self.memory.hard:
+            if slots < self.memory.hard or slots >= self.slots:
                 raise MosaicError(
                     f"no memory for another session: it needs {state} bytes and the expert cache is at its "
                     f"floor of {self.memory.hard} slots; close a session or raise --ram",
@@ -419,12 +352,19 @@ class Model:
         fresh seed. Token ids need no tokenizer: pieces then have text "" where the folder has none.
         """
         from mosaic_c import generation, sampling
-        from mosaic_c.tokenizer import Detokenizer
+        from mosaic_c.tokenizer import Detokenizer, encode_within
 
         config = self.generation_config
         text = isinstance(prompt, str)
         tokenizer = self.tokenizer if text or self.has_tokenizer else None
-        ids = tokenizer.encode(prompt) if text else list(prompt)
+        if session is not None and not isinstance(session, Session):
+            raise UsageError(f"session: expected one of this model's, got {session!r}")
+        target_room = self.ctx if session is None else session.room
+        ids = (
+            encode_within(tokenizer, prompt, target_room)
+            if text
+            else token_ids(prompt, self.vocab).tolist()
+        )
         settings = sampling.resolve(
             config, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             repetition_penalty=repetition_penalty, seed=seed,
@@ -436,7 +376,7 @@ class Model:
             ids,
             sampler=sampling.Sampler(settings),
             stop_ids=generation.stop_ids(config, self.config, tokenizer),
-            stop=stop,
+            stop=() if stop is None else stop,
             max_new_tokens=max_new_tokens,
             detokenizer=None if tokenizer is None else Detokenizer(tokenizer, history + ids),
             ignore_eos=ignore_eos,
@@ -451,12 +391,20 @@ class Model:
         return collect(self.engine.stats(), self.counters, self.memory, self._io)
 
     def fingerprint(self) -> bytes:
-        """32 bytes that identify these weights: config, tensor table and a sample of every shard."""
-        if not hasattr(self, "_fingerprint"):
+        """32 bytes that identify these weights: config, and 16 samples of 4 KiB of every shard.
+
+        Raises MosaicError ESTALE where a shard on disk is no longer the one that was opened.
+        """
+        if [_identity(path) for path in self.files] != self._identities:
+            raise MosaicError(
+                f"{self.folder}: the weights on disk changed since the model was opened; open it again",
+                "ESTALE",
+            )
+        if self._fingerprint is None:
             h = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
             for path in self.files:
                 size = os.path.getsize(path)
-                h.update(f"{Path(path).name} {size}\n".encode())
+                h.update(f"{size}\n".encode())
                 fd = os.open(path, os.O_RDONLY)
                 try:
                     for i in range(16):
@@ -468,22 +416,9 @@ class Model:
         return self._fingerprint
 
 
-class _Workspace:
-    """What one forward call in progress needs: a step and hidden states."""
-
-    def __init__(self, model: Model) -> None:
-        memory, plan = model.memory, model.plan
-        self.step = engine.Step(model.engine)
-        self.x = np.zeros((memory.chunk, plan.hidden), np.float32)
-        self.routed = [np.zeros((memory.chunk, m.top_k), np.int32) for m in plan.moe_layers]
-
-
-def _tokenizer_bytes(folder: Path) -> int:
-    """Memory that a tokenizer may take: 148 MB less Python's own 40 for the 12.8 MB file of Qwen3.5."""
-    path = folder / TOKENIZER
-    return 9 * path.stat().st_size + 4 * MB if path.is_file() else 0
-
-
-def _one_of(name: str, value: object, allowed: Any) -> None:
-    if value not in allowed:
-        raise UsageError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
+def _identity(path: Path) -> tuple[int, ...]:
+    try:
+        st = os.stat(path)
+    except OSError:
+        return ()
+    return st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns

@@ -21,11 +21,11 @@ class Session:
     """One sequence: KV pages, conv and recurrent state, and the tokens they stand for."""
 
     def __init__(self, model: Model, handle: engine.SessionHandle, tokens: list[int]) -> None:
-        self._model, self._handle, self.tokens = model, handle, tokens
+        self._model, self._handle, self._tokens = model, handle, tokens
 
     def check(self, model: Model | None = None) -> None:
         self._model._alive()
-        if self._handle._c is None:
+        if self._handle.closed:
             raise MosaicError("the session is closed", "ECLOSED")
         if model is not None and model is not self._model:
             raise UsageError("forward: a session of another model")
@@ -35,6 +35,13 @@ class Session:
         """Tokens evaluated."""
         self.check()
         return self._handle.position
+
+    @property
+    def tokens(self) -> list[int]:
+        """The evaluated tokens. Kept ahead of the C state and cut to its position here, so that they agree
+        on whichever side of a change an interrupt falls."""
+        del self._tokens[self.position :]
+        return self._tokens
 
     @property
     def room(self) -> int:
@@ -47,8 +54,9 @@ class Session:
         """Evaluates ids: logits (n, vocab) float32 behind each token, or (vocab,) with last."""
         if last:
             return self._model.forward([(self, ids)], progress=progress)[0]
+        ids, at = token_ids(ids, self._model.vocab), 0
+        self._model.check_room(self, len(ids))
         out = np.empty((len(ids), self._model.vocab), np.float32)
-        at = 0
 
         def take(which: int, x: np.ndarray, first: int, count: int, last: bool) -> None:
             nonlocal at
@@ -86,8 +94,9 @@ class Session:
     def rewind(self, n: int) -> None:
         """Back to position n: any for attention alone; with recurrent state 0 or a kept snapshot's."""
         self.check()
-        self._handle.rewind(n)
-        del self.tokens[n:]
+        if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or abs(n) >= 2**62:
+            raise UsageError(f"rewind: expected a position, got {n!r}")
+        self._handle.rewind(int(n))
 
     def fork(self) -> Session:
         """An independent copy; KV pages are shared until one of the two writes."""
@@ -97,13 +106,18 @@ class Session:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes everything to a file, or nothing."""
         self.check()
+        path = os.fsdecode(path)
+        if "\0" in path:
+            raise MosaicError(f"path {path!r}: expected no NUL in it", "EINVAL")
+        target = os.path.realpath(path)  # a link stays, and its target is written
+        if os.path.lexists(target) and not os.path.isfile(target):
+            raise MosaicError(f"{path}: expected a file or a new name, it is neither", "EINVAL")
         meta = np.asarray(self.tokens, np.int32).tobytes()
-        self._handle.save(os.fspath(path), self._model.fingerprint(), meta)
+        self._handle.save(target, self._model.fingerprint(), meta)
 
-    def settle(self) -> None:
-        """Makes the tokens agree with the position, after a call that failed."""
-        if self._handle._c is not None:
-            del self.tokens[self._handle.position :]
+    def extend(self, ids: np.ndarray) -> None:
+        """Notes tokens that are about to be committed."""
+        self.tokens.extend(ids.tolist())
 
     def close(self) -> None:
         """Gives pages and state back."""
@@ -137,7 +151,13 @@ class WithProgress:
 
 
 def token_ids(ids: Sequence[int], vocab: int) -> np.ndarray:
-    array = np.asarray(ids)
+    """Checked ids as int32. Raises UsageError for what is not a sequence of ids below vocab."""
+    try:
+        array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids))
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"token ids: expected a sequence of integers, got {type(ids).__name__}"
+        ) from None
     if array.size == 0:
         return np.empty(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":

@@ -8,6 +8,7 @@ alone. The folder appears under its name only when it is complete.
 from __future__ import annotations
 
 import errno
+import glob
 import itertools
 import json
 import os
@@ -34,7 +35,7 @@ _IOV_BYTES = 4 << 20
 _IOV_COUNT = 512  # below IOV_MAX (1024)
 _SPARE = 16 << 20  # room asked for beyond the tensors: headers, index, tokenizer
 _DTYPE_ORDER = {"F32": 0, "BF16": 1, "F8_E4M3": 2}  # as the official writer sorts, before names
-_LIMIT = 1 << 16  # of --layers and --experts-per-layer
+MAX_LAYERS, MAX_EXPERTS = 1024, 4096  # what the families accept
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def write(
     temporary = dst.with_name(f"{dst.name}.partial-{os.getpid()}")
     try:
         dst.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(dst)
         _check_disk(dst.parent, total + _SPARE)
         temporary.mkdir()
     except OSError as error:
@@ -113,6 +115,14 @@ def write(
     )
 
 
+def _sweep(dst: Path) -> None:
+    """Removes what a killed run for the same folder left behind: DST.partial-PID of no living process."""
+    for path in dst.parent.glob(f"{glob.escape(dst.name)}.partial-*"):
+        pid = path.name.rpartition("-")[2]
+        if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def _spec(shape: str, layers: int | None, experts: int | None, dtype: str, seed: int) -> Shape:
     if shape not in SHAPES:
         raise UsageError(f"unknown shape {shape!r}: expected one of {', '.join(SHAPES)}")
@@ -122,12 +132,12 @@ def _spec(shape: str, layers: int | None, experts: int | None, dtype: str, seed:
         raise UsageError(f"seed {seed} is out of range: expected 0 or more")
     spec = SHAPES[shape]
     spec = replace(spec, layers=layers or spec.layers, experts=experts or spec.experts)
-    if layers is not None and not 1 <= layers <= _LIMIT:
-        raise UsageError(f"{layers} layers are out of range: expected 1 to {_LIMIT}")
-    if experts is not None and not spec.top_k <= experts <= _LIMIT:
+    if layers is not None and not 1 <= layers <= MAX_LAYERS:
+        raise UsageError(f"{layers} layers are out of range: expected 1 to {MAX_LAYERS}")
+    if experts is not None and not spec.top_k <= experts <= MAX_EXPERTS:
         raise UsageError(
             f"{experts} experts per layer are out of range: {shape} uses {spec.top_k} per token, "
-            f"expected {spec.top_k} to {_LIMIT}"
+            f"expected {spec.top_k} to {MAX_EXPERTS}"
         )
     return spec
 

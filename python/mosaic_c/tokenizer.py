@@ -229,6 +229,32 @@ class Tokenizer:
             ) from None
 
 
+# Encoding takes about 250 bytes of memory a character: a text that cannot fit is found out in pieces.
+_PIECE = 1 << 16
+_LOST = 8  # tokens that a cut in the text may add
+
+
+def encode_within(tokenizer: Tokenizer, text: str, room: int) -> list[int]:
+    """encode(text), or a MosaicError ECONTEXT, in bounded memory, for a text of more than room tokens."""
+    check_fits(tokenizer, text, room)
+    return tokenizer.encode(text)
+
+
+def check_fits(tokenizer: Tokenizer, text: str, room: int) -> None:
+    """Refuses a long text that surely has more than room tokens, before it is encoded as a whole."""
+    if len(text) <= _PIECE:
+        return
+    count = 0
+    for at in range(0, len(text), _PIECE):
+        count += max(len(tokenizer.encode(text[at : at + _PIECE], bos=False)) - _LOST, 0)
+        if count > room:
+            raise MosaicError(
+                f"the prompt has more than {count} tokens in its first {at + _PIECE} characters and the "
+                f"context has room for {room}: shorten it or use a larger context (--ctx)",
+                "ECONTEXT",
+            )
+
+
 class Detokenizer:
     """Text of a growing sequence of ids, in whole characters, at constant cost a token.
 

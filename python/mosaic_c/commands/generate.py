@@ -16,6 +16,8 @@ from mosaic_c.commands.options import add_model_options, cache_folder, model_opt
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.limits import format_size
 
+MAX_PROMPT = 8 << 20  # bytes read from stdin; the longest context is some 4 MB of text
+
 
 def add_parser(sub: argparse._SubParsersAction) -> None:
     parser = sub.add_parser(
@@ -67,7 +69,7 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mosaic_c.model import open_model
+    from mosaic_c.opening import open_model
     from mosaic_c.trace import TraceWriter
 
     ids = _parse_ids(args.ids) if args.ids is not None else None
@@ -76,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
     text = _read_prompt(args.prompt) if ids is None else ""
     if ids is None and not text:
         raise UsageError("the prompt is empty: expected at least one character")
+    if args.model == "":
+        raise UsageError("--model: expected a folder, got ''")
     folder = Path(args.model) if args.model is not None else default_model()
     tokenizer = None
     if (
@@ -97,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         for warning in model.memory.warnings:
             _say(f"note: {warning}")
         if ids is None:
-            ids = _encode(tokenizer, folder, text, args.raw)
+            ids = _encode(tokenizer, folder, text, args.raw, model.ctx)
         if args.verbose:
             _say_values(model)
         if args.trace is None:
@@ -176,8 +180,14 @@ def default_model() -> Path:
     if not (folder / "config.json").is_file():
         try:
             synth.write(folder, "tiny", progress=False)
-        except MosaicError:
-            if not (folder / "config.json").is_file():  # else another process was faster
+        except MosaicError as error:
+            if (folder / "config.json").is_file():  # another process was faster
+                pass
+            elif folder.exists():
+                raise MosaicError(
+                    f"{folder}: an incomplete default model; remove this folder", "EFORMAT"
+                ) from error
+            else:
                 raise
     _say(
         f"no --model: using {folder}, a tiny synthetic model with random weights; its text is noise"
@@ -188,10 +198,15 @@ def default_model() -> Path:
 def _read_prompt(prompt: str | None) -> str:
     if prompt is not None and prompt != "-":
         return prompt
-    if prompt is None and sys.stdin.isatty():
+    if sys.stdin is None or prompt is None and sys.stdin.isatty():
         raise UsageError("no prompt: give PROMPT, or pipe it in, or - to type it")
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        data = sys.stdin.buffer.read(MAX_PROMPT + 1)
+        if len(data) > MAX_PROMPT:
+            raise MosaicError(
+                f"stdin: expected a prompt of at most {MAX_PROMPT} bytes, got more", "ECONTEXT"
+            )
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise MosaicError(f"stdin: byte {error.start} is not UTF-8", "EFORMAT") from None
 
@@ -203,14 +218,16 @@ def _parse_ids(text: str) -> list[int]:
         raise UsageError(f"--ids: expected integers separated by commas, got {text!r}") from None
 
 
-def _encode(tokenizer: Any, folder: Path, text: str, raw: bool) -> list[int]:
+def _encode(tokenizer: Any, folder: Path, text: str, raw: bool, room: int) -> list[int]:
     if tokenizer is None:
         raise MosaicError(
             f"{folder}: no tokenizer.json, so no text: give token ids with --ids", "ENOENT"
         )
     from mosaic_c.chat import encode_chat
     from mosaic_c.template import chat_template
+    from mosaic_c.tokenizer import check_fits
 
+    check_fits(tokenizer, text, room)
     if raw or chat_template(tokenizer.folder, tokenizer.config) is None:
         return tokenizer.encode(text)
     return encode_chat(tokenizer, [{"role": "user", "content": text}])

@@ -24,7 +24,7 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mosaic_c.model import plan_model
+    from mosaic_c.opening import plan_model
 
     tokenizer = None
     if (Path(args.model) / "tokenizer.json").is_file():  # so that it is measured, as in generate

@@ -74,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
         )
     share = getattr(args, "share", None)
     slots = args.slots if share is None else slots_of(lines, args.policy, share)
-    if slots < 1:
-        raise UsageError(f"--slots {slots} is out of range: expected at least 1")
+    if not 1 <= slots < 2**31:
+        raise UsageError(f"--slots {slots} is out of range: expected 1 to {2**31 - 1}")
     hits, misses = engine.policy_replay(
         args.policy,
         lines.n_layer,

@@ -1,0 +1,111 @@
+"""Opening a model: from a folder and the caller's wishes to a memory plan, and to a loaded Model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from mosaic_c import engine
+from mosaic_c.bind import Located
+from mosaic_c.budget import MB, MemoryPlan, plan_memory, require_fit
+from mosaic_c.checkpoint import Checkpoint
+from mosaic_c.errors import UsageError
+from mosaic_c.limits import default_budget, default_threads, parse_size, read_limits
+from mosaic_c.model import TOKENIZER, Model
+from mosaic_c.session import Progress
+
+
+def plan_model(
+    path: str | os.PathLike[str],
+    ram: str | int | None = None,
+    ctx: int | None = None,
+    threads: int | None = None,
+    io: str = "auto",
+    policy: str = "auto",
+    slots: int | None = None,
+    kv: str = "bf16",
+    text: bool = False,
+) -> tuple[Checkpoint, Located, MemoryPlan]:
+    """(checkpoint, located tensors, memory plan) of a folder; reads headers, loads nothing.
+
+    text: the tokenizer is loaded already, so that the process as it is has it.
+    """
+    _one_of("io", io, engine.IO_MODES)
+    _one_of("policy", policy, [p for p in engine.POLICIES if p != "belady"])
+    _one_of("kv", kv, ("f32", "bf16"))
+    limits = read_limits()
+    if ram is None:
+        budget, reason = default_budget(limits)
+    elif isinstance(ram, str):
+        budget, reason = parse_size(ram), "--ram"
+    else:
+        budget, reason = _whole("ram", ram, 2**62), "--ram"
+    threads = default_threads(limits) if threads is None else _whole("threads", threads, 256)
+    ctx = None if ctx is None else _whole("ctx", ctx, 2**31)
+    slots = None if slots is None else _whole("slots", slots, 2**31)
+    checkpoint = Checkpoint.open(path)
+    located = checkpoint.locate()
+    lanes = 4 if io == "pread" else 2
+    memory = plan_memory(
+        located, budget=budget, reason=reason, threads=threads, lanes=lanes, ctx=ctx, kv=kv,
+        policy=policy, slots=slots, later=0 if text else _tokenizer_bytes(checkpoint.folder),
+    )  # fmt: skip
+    return checkpoint, located, memory
+
+
+def open_model(
+    path: str | os.PathLike[str],
+    ram: str | int | None = None,
+    ctx: int | None = None,
+    vram: str | int | None = None,
+    threads: int | None = None,
+    io: str = "auto",
+    policy: str = "auto",
+    slots: int | None = None,
+    kv: str = "bf16",
+    isa: str | None = None,
+    on_load: Progress | None = None,
+    tokenizer: Any = None,
+) -> Model:
+    """Opens a Hugging Face folder. See docs/design.md section 8 for the arguments.
+
+    ram: bytes or "6G", the bound of this whole process; None: what limits.default_budget says. ctx: tokens a
+    session may hold; None: min(model limit, 32768, what fits). slots: experts in the cache (per layer for
+    layer-lru); None: what the budget leaves. isa: a kernel set of engine.isas(); None: the best. vram: must be
+    None or 0, this build has no GPU tier. on_load: called with (parts loaded, parts). tokenizer: the folder's, where
+    it is loaded already; otherwise memory is kept for it and it is loaded when text is needed.
+    """
+    if vram not in (None, 0, "0"):
+        raise UsageError(f"vram: this build has no GPU tier: expected 0 or None, got {vram!r}")
+    if isa is not None:
+        _one_of("isa", isa, engine.isas())
+    checkpoint, located, memory = plan_model(
+        path, ram, ctx, threads, io, policy, slots, kv, tokenizer is not None
+    )
+    require_fit(memory)
+    model = Model(checkpoint, located.plan, memory, io, isa, tokenizer)
+    del checkpoint  # the table of all tensors may take megabytes
+    try:
+        model.load(located, on_load)
+    except BaseException:
+        model.close()
+        raise
+    return model
+
+
+def _tokenizer_bytes(folder: Path) -> int:
+    """Memory that a tokenizer may take: 148 MB less Python's own 40 for the 12.8 MB file of Qwen3.5."""
+    path = folder / TOKENIZER
+    return 9 * path.stat().st_size + 4 * MB if path.is_file() else 0
+
+
+def _one_of(name: str, value: object, allowed: Any) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        raise UsageError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
+
+
+def _whole(name: str, value: object, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise UsageError(f"{name}: expected a whole number from 1 to {most}, got {value!r}")
+    return value
