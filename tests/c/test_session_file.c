@@ -119,7 +119,7 @@ static void check_places(const world *w, const char *dir, const char *path, mc_s
     memset(deep, 'x', sizeof deep - 1);
     deep[sizeof deep - 1] = 0;
     CHECK(mc_session_save(s, deep, id, "", 0, &err) < 0, "a path too long");
-    CHECK(mc_session_save(s, dir, id, "", 0, &err) == MC_EIO, "over a folder");
+    CHECK(mc_session_save(s, dir, id, "", 0, &err) == MC_EINVAL, "over a folder");
     CHECK(mc_session_save(s, odd, id, "", -1, &err) == MC_EINVAL, "negative meta");
     unlink(odd);
     CHECK(!s->busy, "left busy");
