@@ -98,6 +98,8 @@ void mc_engine_cancel(mc_engine *e, int on);
 const char *mc_engine_isas(void);
 /* Features of this CPU and OS as words ("avx2 fma f16c ..."). */
 const char *mc_engine_cpu(void);
+/* NULL where this build and machine have a GPU tier; otherwise the reason why not. */
+const char *mc_engine_gpu(void);
 
 enum { MC_MEM_WEIGHTS = 0, MC_MEM_CACHE = 1, MC_MEM_STATE = 2, MC_MEM_SCRATCH = 3, MC_MEM_META = 4,
        MC_MEM_KINDS = 5 };

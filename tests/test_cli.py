@@ -297,6 +297,11 @@ def test_a_prompt_far_too_long_is_refused_in_bounded_memory(tiny):
     assert r.returncode == 1 and b"at most 8388608 bytes" in r.stderr
 
 
+def test_a_budget_above_what_the_system_has_is_said(tiny):
+    r = run("generate", "x", "-m", tiny, "--ram", "900T", "-n", 2, "--temp", 0)
+    assert r.returncode == 0 and b"note: the budget of 900 TiB is more than the" in r.stderr
+
+
 def test_works_inside_and_outside_the_source_tree(tmp_path):
     for cwd in (tmp_path, VECTORS.parents[1]):
         r = run("--version", cwd=cwd)

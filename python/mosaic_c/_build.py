@@ -23,7 +23,7 @@ ffibuilder.set_source(
     "mosaic_c._engine",
     '#include "mosaic_c.h"',
     # setuptools wants paths relative to the folder of setup.py
-    sources=sorted(f"mosaic_c/{path.name}" for path in ENGINE.glob("*.c")),
+    sources=[*sorted(f"mosaic_c/{path.name}" for path in ENGINE.glob("*.c")), "mosaic_c/cuda/stub.c"],
     include_dirs=["mosaic_c"],
     define_macros=[("_GNU_SOURCE", None)],
     # -ffp-contract=off and no fast-math: the arithmetic is part of the interface

@@ -137,6 +137,12 @@ def isas() -> list[str]:
     return ffi.string(lib.mc_engine_isas()).decode().split()
 
 
+def gpu() -> str | None:
+    """Why there is no GPU tier; None where there is one."""
+    reason = lib.mc_engine_gpu()
+    return None if reason == ffi.NULL else ffi.string(reason).decode()
+
+
 def cpu() -> str:
     return ffi.string(lib.mc_engine_cpu()).decode()
 

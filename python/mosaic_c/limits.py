@@ -66,22 +66,28 @@ def read_limits(
     return Limits(mem_available, mem_total, limit, source, quota, cpu_source, _affinity(proc))
 
 
-def default_budget(limits: Limits) -> tuple[int, str]:
-    """(bytes, reason): the smaller of control group limit and available memory, less a quarter.
-
-    Rounded down to a MiB. MosaicError when neither is known.
-    """
+def smallest_limit(limits: Limits) -> tuple[int, str] | None:
+    """(bytes, what sets it) of the tighter of available memory and control group; None: neither is known."""
     found = []
     if limits.mem_available is not None:
         found.append((limits.mem_available, "available now (MemAvailable)"))
     if limits.cgroup_limit is not None:
         found.append((limits.cgroup_limit, f"allowed by {limits.cgroup_source}"))
-    if not found:
+    return min(found, key=lambda x: x[0], default=None)
+
+
+def default_budget(limits: Limits) -> tuple[int, str]:
+    """(bytes, reason): the smaller of control group limit and available memory, less a quarter.
+
+    Rounded down to a MiB. MosaicError when neither is known.
+    """
+    found = smallest_limit(limits)
+    if found is None:
         raise MosaicError(
             "cannot tell how much memory may be used: neither MemAvailable in /proc/meminfo nor a "
             "memory control group could be read; pass --ram SIZE"
         )
-    size, what = min(found, key=lambda x: x[0])
+    size, what = found
     budget = size - size // _KEEP
     budget -= budget % _MIB
     return budget, f"{format_size(budget)} = 3/4 of the {format_size(size)} {what}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,14 @@ from mosaic_c.bind import Located
 from mosaic_c.budget import MB, MemoryPlan, plan_memory, require_fit
 from mosaic_c.checkpoint import Checkpoint
 from mosaic_c.errors import UsageError
-from mosaic_c.limits import default_budget, default_threads, parse_size, read_limits
+from mosaic_c.limits import (
+    default_budget,
+    default_threads,
+    format_size,
+    parse_size,
+    read_limits,
+    smallest_limit,
+)
 from mosaic_c.model import TOKENIZER, Model
 from mosaic_c.session import Progress
 
@@ -51,6 +59,11 @@ def plan_model(
         located, budget=budget, reason=reason, threads=threads, lanes=lanes, ctx=ctx, kv=kv,
         policy=policy, slots=slots, later=0 if text else _tokenizer_bytes(checkpoint.folder),
     )  # fmt: skip
+    limit = smallest_limit(limits)
+    if limit is not None and budget > limit[0]:
+        note = f"the budget of {format_size(budget)} is more than the {format_size(limit[0])} {limit[1]}: "
+        note += "a cache larger than memory is slower than a small one"
+        memory = replace(memory, warnings=(*memory.warnings, note))
     return checkpoint, located, memory
 
 
@@ -77,7 +90,7 @@ def open_model(
     it is loaded already; otherwise memory is kept for it and it is loaded when text is needed.
     """
     if vram not in (None, 0, "0"):
-        raise UsageError(f"vram: this build has no GPU tier: expected 0 or None, got {vram!r}")
+        raise UsageError(f"vram: {engine.gpu()}: expected 0 or None, got {vram!r}")
     if isa is not None:
         _one_of("isa", isa, engine.isas())
     checkpoint, located, memory = plan_model(
