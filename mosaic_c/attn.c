@@ -10,9 +10,9 @@ struct mc_attn {
     mc_engine *e;
     mc_attn_desc d;
     mci_weight q, k, v, o;
-    float *norm, *q_norm, *k_norm;                 /* (hidden), (head_dim), (head_dim) or NULL */
-    float *q_bias, *k_bias, *v_bias, *o_bias;      /* or NULL */
-    float *inv_freq;                               /* (rope_dim / 2) */
+    float *norm, *q_norm, *k_norm;            /* (hidden), (head_dim), (head_dim) or NULL */
+    float *q_bias, *k_bias, *v_bias, *o_bias; /* or NULL */
+    float *inv_freq;                          /* (rope_dim / 2) */
 };
 
 static int64_t q_rows(const mc_attn_desc *d) {
@@ -67,10 +67,14 @@ static int check(const mc_attn_desc *d, mc_error *err) {
     const struct {
         const char *name;
         int64_t v, lo, hi;
-    } f[] = {{"layer", d->layer, 0, 4096},        {"hidden", d->hidden, 1, 1 << 20},
-             {"heads", d->n_head, 1, 4096},       {"KV heads", d->n_kv_head, 1, 4096},
-             {"head_dim", d->head_dim, 1, 4096},  {"rope dim", d->rope_dim, 0, d->head_dim},
-             {"gate", d->gate, 0, 1},             {"ctx", d->ctx, 1, (int64_t)1 << 31},
+    } f[] = {{"layer", d->layer, 0, 4096},
+             {"hidden", d->hidden, 1, 1 << 20},
+             {"heads", d->n_head, 1, 4096},
+             {"KV heads", d->n_kv_head, 1, 4096},
+             {"head_dim", d->head_dim, 1, 4096},
+             {"rope dim", d->rope_dim, 0, d->head_dim},
+             {"gate", d->gate, 0, 1},
+             {"ctx", d->ctx, 1, (int64_t)1 << 31},
              {"chunk", d->max_tok, 1, 1 << 20}};
     for (size_t i = 0; i < sizeof f / sizeof *f; i++)
         if (f[i].v < f[i].lo || f[i].v > f[i].hi)
@@ -192,7 +196,8 @@ static void place_token(void *ctx, int64_t t, int thread) {
     int64_t row = pos % MC_PAGE_TOKENS, stride = d->gate ? 2 * D : D;
     uint8_t *mine = c->threads + thread * thread_scratch(d);
     uint8_t *page = mci_kv_page(kv, g->s->pages[pos / MC_PAGE_TOKENS]);
-    float *q = c->q + t * q_rows(d), *k = c->k + t * d->n_kv_head * D, *v = c->v + t * d->n_kv_head * D;
+    float *q = c->q + t * q_rows(d), *k = c->k + t * d->n_kv_head * D,
+          *v = c->v + t * d->n_kv_head * D;
     float *cs = carve(&mine, half, 4), *sn = carve(&mine, half, 4);
     rope_at(a->inv_freq, half, pos, cs, sn);
     if (a->q_bias) ops->add(a->q_bias, q_rows(d), q);
@@ -239,11 +244,17 @@ static void attend(void *ctx, int64_t item, int thread) {
         k[p] = page + mci_kv_offset(kv, d->layer, 0, head);
         v[p] = page + mci_kv_offset(kv, d->layer, 1, head);
     }
-    a->e->ops->attn(&(mci_attn_args){.head_dim = D, .group = group, .n_pos = n_pos,
-                                     .page_tokens = MC_PAGE_TOKENS, .kv_dtype = kv->d.dtype,
-                                     .scale = 1.0f / sqrtf((float)D), .k = k, .v = v,
+    a->e->ops->attn(&(mci_attn_args){.head_dim = D,
+                                     .group = group,
+                                     .n_pos = n_pos,
+                                     .page_tokens = MC_PAGE_TOKENS,
+                                     .kv_dtype = kv->d.dtype,
+                                     .scale = 1.0f / sqrtf((float)D),
+                                     .k = k,
+                                     .v = v,
                                      .q = c->qc + (t * d->n_head + head * group) * D,
-                                     .out = out, .scores = scores});
+                                     .out = out,
+                                     .scores = scores});
     for (int64_t i = 0; d->gate && i < group; i++)
         a->e->ops->sigmoid_mul(c->q + t * q_rows(d) + (head * group + i) * 2 * D + D, D,
                                out + i * D);
@@ -267,8 +278,7 @@ int mc_attn_forward(mc_attn *a, mc_step *st, float *x, mc_error *err) {
             qo = (int64_t)d->n_head * d->head_dim;
     int rc = mci_enter(e, err);
     if (rc < 0) return rc;
-    if ((rc = mci_step_check(st, e, d->max_tok, err)) < 0 || (rc = fits(d, st, err)) < 0)
-        goto done;
+    if ((rc = mci_step_check(st, e, d->max_tok, err)) < 0 || (rc = fits(d, st, err)) < 0) goto done;
     attn_ctx c = {.a = a, .st = st};
     c.h = mci_scratch(e, T * d->hidden, 4);
     c.q = mci_scratch(e, T * q_rows(d), 4);
@@ -284,9 +294,11 @@ int mc_attn_forward(mc_attn *a, mc_step *st, float *x, mc_error *err) {
     c.threads = mci_scratch(e, mci_pool_threads(e->pool), thread_scratch(d));
 
     mci_norm_rows(e, x, a->norm, d->norm.eps, T, d->hidden, c.h);
-    mci_run_jobs(e, (mci_job[]){{.w = &a->q.mat, .x = hp, .y = qp, .n_tok = T},
-                                {.w = &a->k.mat, .x = hp, .y = kp, .n_tok = T},
-                                {.w = &a->v.mat, .x = hp, .y = vp, .n_tok = T}}, 3);
+    mci_run_jobs(e,
+                 (mci_job[]){{.w = &a->q.mat, .x = hp, .y = qp, .n_tok = T},
+                             {.w = &a->k.mat, .x = hp, .y = kp, .n_tok = T},
+                             {.w = &a->v.mat, .x = hp, .y = vp, .n_tok = T}},
+                 3);
     mci_pool_run(e->pool, place_token, &c, T);
     mci_pool_run(e->pool, attend, &c, T * d->n_kv_head);
     mci_run_jobs(e, &(mci_job){.w = &a->o.mat, .x = op, .y = (float *const *)hp, .n_tok = T}, 1);

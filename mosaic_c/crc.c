@@ -18,8 +18,9 @@ void mci_crc_add(mci_crc *c, const void *data, int64_t n) {
     uint32_t v = ~c->value;
     for (; n >= 8; n -= 8, p += 8) {
         uint32_t a = mci_u32(p) ^ v, b = mci_u32(p + 4);
-        v = c->t[7][a & 0xff] ^ c->t[6][a >> 8 & 0xff] ^ c->t[5][a >> 16 & 0xff] ^ c->t[4][a >> 24] ^
-            c->t[3][b & 0xff] ^ c->t[2][b >> 8 & 0xff] ^ c->t[1][b >> 16 & 0xff] ^ c->t[0][b >> 24];
+        v = c->t[7][a & 0xff] ^ c->t[6][a >> 8 & 0xff] ^ c->t[5][a >> 16 & 0xff] ^
+            c->t[4][a >> 24] ^ c->t[3][b & 0xff] ^ c->t[2][b >> 8 & 0xff] ^
+            c->t[1][b >> 16 & 0xff] ^ c->t[0][b >> 24];
     }
     for (; n > 0; n--) v = v >> 8 ^ c->t[0][(v ^ *p++) & 0xff];
     c->value = ~v;

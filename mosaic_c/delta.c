@@ -1,6 +1,6 @@
-/* delta.c - gated delta rule (linear attention with constant state): norm, projections, short causal
- * convolution, recurrence, gated output norm, output projection, residual.
- * Formulas: transformers modeling_qwen3_5_moe, torch_recurrent_gated_delta_rule. */
+/* delta.c - gated delta rule (linear attention with constant state): norm, projections, short
+ * causal convolution, recurrence, gated output norm, output projection, residual. Formulas:
+ * transformers modeling_qwen3_5_moe, torch_recurrent_gated_delta_rule. */
 #include <math.h>
 #include <stdlib.h>
 
@@ -38,10 +38,14 @@ static int check(const mc_delta_desc *d, mc_error *err) {
     const struct {
         const char *name;
         int64_t v, lo, hi;
-    } f[] = {{"layer", d->layer, 0, 4096},         {"hidden", d->hidden, 1, 1 << 20},
-             {"key heads", d->n_k_head, 1, 4096},  {"value heads", d->n_v_head, 1, 4096},
-             {"key dim", d->dk, 1, 4096},          {"value dim", d->dv, 1, 4096},
-             {"conv kernel", d->conv_kernel, 1, 16}, {"chunk", d->max_tok, 1, 1 << 20}};
+    } f[] = {{"layer", d->layer, 0, 4096},
+             {"hidden", d->hidden, 1, 1 << 20},
+             {"key heads", d->n_k_head, 1, 4096},
+             {"value heads", d->n_v_head, 1, 4096},
+             {"key dim", d->dk, 1, 4096},
+             {"value dim", d->dv, 1, 4096},
+             {"conv kernel", d->conv_kernel, 1, 16},
+             {"chunk", d->max_tok, 1, 1 << 20}};
     for (size_t i = 0; i < sizeof f / sizeof *f; i++)
         if (f[i].v < f[i].lo || f[i].v > f[i].hi)
             return mci_fail(err, MC_EINVAL, 0, "delta rule: %s: expected %lld..%lld, got %lld",
@@ -137,11 +141,11 @@ void mc_delta_free(mc_delta *a) {
 typedef struct delta_ctx {
     mc_delta *a;
     const mc_step *st;
-    float *h;                 /* normed input (T, H) */
-    float *u, *c;             /* before and after the convolution (T, conv_dim): q | k | v */
-    float *z, *o;             /* output gate and recurrence output (T, value_dim) */
-    float *beta, *alpha;      /* (T, n_v_head) */
-    int64_t blocks;           /* chunks per segment in conv, per head in the recurrence */
+    float *h;            /* normed input (T, H) */
+    float *u, *c;        /* before and after the convolution (T, conv_dim): q | k | v */
+    float *z, *o;        /* output gate and recurrence output (T, value_dim) */
+    float *beta, *alpha; /* (T, n_v_head) */
+    int64_t blocks;      /* chunks per segment in conv, per head in the recurrence */
 } delta_ctx;
 
 static void conv_block(void *ctx, int64_t item, int thread) {
@@ -158,7 +162,8 @@ static void conv_block(void *ctx, int64_t item, int thread) {
                        c->a->conv, d->conv_kernel, conv_in, conv_out, c->c + g->first * cd);
 }
 
-/* Normalised q and k, and the gates: beta = sigmoid(b), alpha = exp(-exp(A_log) softplus(a + dt)). */
+/* Normalised q and k, and the gates: beta = sigmoid(b), alpha = exp(-exp(A_log) softplus(a + dt)).
+ */
 static void gate_token(void *ctx, int64_t t, int thread) {
     const delta_ctx *c = ctx;
     const mc_delta *a = c->a;
@@ -191,14 +196,23 @@ static void recur(void *ctx, int64_t item, int thread) {
     (void)thread;
     if (!g->count) return;
     mci_seg_state(g, d->layer, &conv_in, &conv_out, &rec_in, &rec_out);
-    c->a->e->ops->delta(&(mci_delta_args){
-        .dk = d->dk, .dv = d->dv, .j0 = j0, .j1 = MCI_MIN(j0 + HEAD_COLS, d->dv),
-        .n_tok = g->count, .s_in = rec_in + state, .s_out = rec_out + state, .q = in + key,
-        .k = in + key_dim(d) + key, .v = in + 2 * key_dim(d) + head * d->dv,
-        .alpha = c->alpha + g->first * d->n_v_head + head,
-        .beta = c->beta + g->first * d->n_v_head + head, .ld_qk = cd, .ld_v = cd,
-        .ld_ab = d->n_v_head, .ld_o = value_dim(d),
-        .o = c->o + g->first * value_dim(d) + head * d->dv});
+    c->a->e->ops->delta(&(mci_delta_args){.dk = d->dk,
+                                          .dv = d->dv,
+                                          .j0 = j0,
+                                          .j1 = MCI_MIN(j0 + HEAD_COLS, d->dv),
+                                          .n_tok = g->count,
+                                          .s_in = rec_in + state,
+                                          .s_out = rec_out + state,
+                                          .q = in + key,
+                                          .k = in + key_dim(d) + key,
+                                          .v = in + 2 * key_dim(d) + head * d->dv,
+                                          .alpha = c->alpha + g->first * d->n_v_head + head,
+                                          .beta = c->beta + g->first * d->n_v_head + head,
+                                          .ld_qk = cd,
+                                          .ld_v = cd,
+                                          .ld_ab = d->n_v_head,
+                                          .ld_o = value_dim(d),
+                                          .o = c->o + g->first * value_dim(d) + head * d->dv});
 }
 
 static void gated_norm_token(void *ctx, int64_t t, int thread) {
@@ -228,8 +242,7 @@ int mc_delta_forward(mc_delta *a, mc_step *st, float *x, mc_error *err) {
     int64_t T = st->n_tok, cd = conv_dim(d), vd = value_dim(d);
     int rc = mci_enter(e, err);
     if (rc < 0) return rc;
-    if ((rc = mci_step_check(st, e, d->max_tok, err)) < 0 || (rc = fits(d, st, err)) < 0)
-        goto done;
+    if ((rc = mci_step_check(st, e, d->max_tok, err)) < 0 || (rc = fits(d, st, err)) < 0) goto done;
     delta_ctx c = {.a = a, .st = st};
     c.h = mci_scratch(e, T * d->hidden, 4);
     c.u = mci_scratch(e, T * cd, 4);
@@ -246,10 +259,12 @@ int mc_delta_forward(mc_delta *a, mc_step *st, float *x, mc_error *err) {
     const float *const *op = (const float *const *)mci_row_ptrs(e, c.o, T, vd);
 
     mci_norm_rows(e, x, a->norm, d->norm.eps, T, d->hidden, c.h);
-    mci_run_jobs(e, (mci_job[]){{.w = &a->qkv.mat, .x = hp, .y = up, .n_tok = T},
-                                {.w = &a->z.mat, .x = hp, .y = zp, .n_tok = T},
-                                {.w = &a->b.mat, .x = hp, .y = bp, .n_tok = T},
-                                {.w = &a->a.mat, .x = hp, .y = ap, .n_tok = T}}, 4);
+    mci_run_jobs(e,
+                 (mci_job[]){{.w = &a->qkv.mat, .x = hp, .y = up, .n_tok = T},
+                             {.w = &a->z.mat, .x = hp, .y = zp, .n_tok = T},
+                             {.w = &a->b.mat, .x = hp, .y = bp, .n_tok = T},
+                             {.w = &a->a.mat, .x = hp, .y = ap, .n_tok = T}},
+                 4);
     c.blocks = (cd + CONV_CHUNK - 1) / CONV_CHUNK;
     mci_pool_run(e->pool, conv_block, &c, st->n * c.blocks);
     mci_pool_run(e->pool, gate_token, &c, T);

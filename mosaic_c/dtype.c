@@ -32,7 +32,9 @@ uint16_t mci_f32_to_bf16(float f) {
 void mci_decode(int dtype, const void *src, int64_t n, float *dst) {
     const uint8_t *p = src;
     switch (dtype) {
-    case MC_F32: memcpy(dst, p, (size_t)n * 4); break;
+    case MC_F32:
+        memcpy(dst, p, (size_t)n * 4);
+        break;
     case MC_BF16:
         for (int64_t i = 0; i < n; i++) dst[i] = mci_bf16_to_f32(mci_u16(p + 2 * i));
         break;
@@ -42,7 +44,8 @@ void mci_decode(int dtype, const void *src, int64_t n, float *dst) {
     case MC_F8E4M3:
         for (int64_t i = 0; i < n; i++) dst[i] = mci_f8_to_f32(p[i]);
         break;
-    default: break; /* validated by the caller */
+    default:
+        break; /* validated by the caller */
     }
 }
 

@@ -31,7 +31,9 @@
 
 const char *mc_status_name(int code) {
     switch (code > 0 ? MC_OK : code) {
-#define CASE(c, t) case c: return #c;
+#define CASE(c, t)                                                                                 \
+    case c:                                                                                        \
+        return #c;
         STATUS_MAP(CASE)
 #undef CASE
     }
@@ -40,7 +42,9 @@ const char *mc_status_name(int code) {
 
 const char *mc_status_text(int code) {
     switch (code > 0 ? MC_OK : code) {
-#define CASE(c, t) case c: return t;
+#define CASE(c, t)                                                                                 \
+    case c:                                                                                        \
+        return t;
         STATUS_MAP(CASE)
 #undef CASE
     }

@@ -5,7 +5,7 @@
 
 enum {
     SCALE_ALIGN = 128,
-    SCALE_GAP = 64 << 10, /* scales nearer than this are fetched by one read ... */
+    SCALE_GAP = 64 << 10,  /* scales nearer than this are fetched by one read ... */
     SCALE_READ = 256 << 10 /* ... of at most this */
 };
 
@@ -81,9 +81,12 @@ int64_t mc_expert_slab(const mc_expert *experts, int64_t n, int64_t *scale_bytes
 mci_mat mci_experts_mat(const mci_experts *x, int32_t expert, int k, const mci_layout *l,
                         const uint8_t *slab) {
     const mci_mat_ref *m = &x->ref[expert].mat[k];
-    return (mci_mat){.data = slab + l->mat[k], .scale = m->scale,
-                     .rows = k < 2 ? x->width : x->hidden, .cols = k < 2 ? x->hidden : x->width,
-                     .dtype = m->dtype, .scale_dtype = m->scale_dtype};
+    return (mci_mat){.data = slab + l->mat[k],
+                     .scale = m->scale,
+                     .rows = k < 2 ? x->width : x->hidden,
+                     .cols = k < 2 ? x->hidden : x->width,
+                     .dtype = m->dtype,
+                     .scale_dtype = m->scale_dtype};
 }
 
 mci_layout mci_experts_layout(const mci_experts *x, int32_t expert) {
@@ -147,8 +150,9 @@ static int check_range(const bind_ctx *c, int32_t expert, const char *what, cons
     if (!mci_add(r->offset, r->bytes, &end) || end > size)
         return mci_fail(err, MC_EIO, 0,
                         "%s: layer %d, expert %d, %s: wanted %lld bytes at offset %lld, got %lld: "
-                        "the file ends at %lld", mci_io_path(c->e->io, r->file), c->layer, expert,
-                        what, (long long)r->bytes, (long long)r->offset,
+                        "the file ends at %lld",
+                        mci_io_path(c->e->io, r->file), c->layer, expert, what, (long long)r->bytes,
+                        (long long)r->offset,
                         r->offset < 0 ? 0 : (long long)MCI_MAX(size - r->offset, 0),
                         (long long)size);
     return MC_OK;
@@ -169,8 +173,8 @@ static int bind_mat(bind_ctx *c, int32_t expert, int k, const mc_tensor *t, mc_e
         return mci_fail(err, MC_EFORMAT, 0, "layer %d, expert %d, %s: %s", c->layer, expert,
                         name[k], wrong);
     if ((rc = check_range(c, expert, name[k], &r, err)) < 0) return rc;
-    c->x->ref[expert].mat[k] = (mci_mat_ref){.offset = r.offset, .file = r.file,
-                                             .dtype = (int16_t)t->dtype};
+    c->x->ref[expert].mat[k] =
+        (mci_mat_ref){.offset = r.offset, .file = r.file, .dtype = (int16_t)t->dtype};
     if (!scale.bytes) return MC_OK;
     c->x->ref[expert].mat[k].scale_dtype = (int16_t)t->scale_dtype;
     c->job[c->n_job++].r = scale;

@@ -17,9 +17,9 @@
 #include <unistd.h>
 
 enum {
-    CALL_MAX = 1 << 30,   /* of one system call: the kernel stops a little under 2 GiB */
-    STEP = 4 << 20,       /* of one buffered call: what a lane may have in the page cache */
-    PIECE = 4 << 20,      /* of a range that mci_io_load spreads over the lanes */
+    CALL_MAX = 1 << 30, /* of one system call: the kernel stops a little under 2 GiB */
+    STEP = 4 << 20,     /* of one buffered call: what a lane may have in the page cache */
+    PIECE = 4 << 20,    /* of a range that mci_io_load spreads over the lanes */
     LANE_STACK = 256 << 10
 };
 
@@ -134,8 +134,7 @@ static int read_run(mci_io *io, const mci_run *run, int64_t *taken, mc_error *er
     if (rc < 0) return rc;
     /* memory that is not congruent to the file cannot take a direct read */
     bool congruent = ((uintptr_t)run->dst - (uintptr_t)run->offset) % MCI_IO_BLOCK == 0;
-    if (congruent && atomic_load(&f->direct))
-        return read_direct(io, f, run, taken, err);
+    if (congruent && atomic_load(&f->direct)) return read_direct(io, f, run, taken, err);
     return read_buffered(io, f, run, 0, taken, err);
 }
 
@@ -153,13 +152,14 @@ static mci_read *take(mci_read **list, mci_read ***end) {
     return r;
 }
 
-/* Huge pages that exist before the read make direct reads several times faster than pages that appear
- * one by one. Clearing them takes as long as reading on some virtual machines, so it is done here
- * and not in the thread that computes. */
+/* Huge pages that exist before the read make direct reads several times faster than pages that
+ * appear one by one. Clearing them takes as long as reading on some virtual machines, so it is done
+ * here and not in the thread that computes. */
 static void prefault(uint8_t *p, int64_t bytes) {
 #ifdef MADV_POPULATE_WRITE
     uintptr_t from = (uintptr_t)p & ~(uintptr_t)(MCI_IO_BLOCK - 1);
-    if (madvise((void *)from, (size_t)bytes + (size_t)((uintptr_t)p - from), MADV_POPULATE_WRITE) == 0)
+    if (madvise((void *)from, (size_t)bytes + (size_t)((uintptr_t)p - from), MADV_POPULATE_WRITE) ==
+        0)
         return;
 #endif
     for (int64_t i = 0; i < bytes; i += MCI_IO_BLOCK) ((volatile uint8_t *)p)[i] = 0;
@@ -305,7 +305,8 @@ static bool direct_works(int fd) {
 #endif
     void *block = aligned_alloc(MCI_IO_BLOCK, MCI_IO_BLOCK);
     ssize_t r = -1;
-    if (block) do r = pread(fd, block, MCI_IO_BLOCK, 0);
+    if (block) do
+            r = pread(fd, block, MCI_IO_BLOCK, 0);
         while (r < 0 && errno == EINTR);
     free(block);
     return r >= 0;
@@ -403,8 +404,8 @@ int mci_io_load(mci_io *io, const mci_run *run, mc_error *err) {
     for (int64_t at = run->offset, end = at + run->bytes;;) {
         while (at < end && rc == MC_OK && (r = take(&spare, &spare_end))) {
             int64_t n = MCI_MIN(end, (at / PIECE + 1) * PIECE) - at;
-            *r = (mci_read){.run = {{run->file, at, n, run->dst + (at - run->offset)}},
-                            .n_run = 1, .tag = at};
+            *r = (mci_read){
+                .run = {{run->file, at, n, run->dst + (at - run->offset)}}, .n_run = 1, .tag = at};
             if ((rc = mci_io_submit(io, r, err)) == MC_OK) at += n;
         }
         if (!(r = mci_io_next(io, true))) break;

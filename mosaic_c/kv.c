@@ -18,8 +18,8 @@ static int64_t page_bytes(const mc_kv_desc *d) {
 }
 
 static int64_t state_floats(const mc_kv_desc *d) {
-    return d->n_delta * ((int64_t)d->conv_dim * (d->conv_kernel - 1) +
-                         (int64_t)d->n_v_head * d->dk * d->dv);
+    return d->n_delta *
+           ((int64_t)d->conv_dim * (d->conv_kernel - 1) + (int64_t)d->n_v_head * d->dk * d->dv);
 }
 
 /* Caps keep one page and one state far below 2^62; all pages together are checked. */

@@ -13,8 +13,7 @@
 static int check_range(mc_engine *e, int32_t file, int64_t offset, int64_t bytes, const char *name,
                        mc_error *err) {
     int64_t size = mci_io_size(e->io, file), end;
-    if (size < 0)
-        return mci_fail(err, MC_ERANGE, 0, "%s: no file with id %d", name, file);
+    if (size < 0) return mci_fail(err, MC_ERANGE, 0, "%s: no file with id %d", name, file);
     if (offset < 0 || !mci_add(offset, bytes, &end) || end > size)
         return mci_fail(err, MC_EIO, 0, "%s: %s: wanted %lld bytes at %lld, the file has %lld",
                         mci_io_path(e->io, file), name, (long long)bytes, (long long)offset,

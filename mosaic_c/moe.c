@@ -24,7 +24,8 @@ struct mc_moe {
 /* Floats of gate and up activations for one group: every token once through the widest expert, and
  * a decode step's top-k and shared expert at once. */
 static int64_t act_floats(const mc_moe_desc *d) {
-    return (d->max_tok + MCI_MIN(d->top_k, GROUP) + 1) * (int64_t)MCI_MAX(d->width, d->shared_width);
+    return (d->max_tok + MCI_MIN(d->top_k, GROUP) + 1) *
+           (int64_t)MCI_MAX(d->width, d->shared_width);
 }
 
 /* Rows that pass through experts in one call: (token, rank) pairs, then the shared expert's. */
@@ -37,10 +38,9 @@ int64_t mc_moe_scratch(const mc_moe_desc *d) {
     int64_t t = d->max_tok, rows = max_rows(d);
     return mci_scratch_bytes(t * d->hidden, 4) + mci_scratch_bytes(t * d->n_expert, 4) +
            mci_scratch_bytes(t, 4) + 2 * mci_scratch_bytes(t * d->top_k, 4) +
-           3 * mci_scratch_bytes((int64_t)d->n_expert + 1, 4) +
-           mci_scratch_bytes(t * d->top_k, 4) + mci_scratch_bytes(rows * d->hidden, 4) +
-           2 * mci_scratch_bytes(act_floats(d), 4) + 4 * mci_scratch_bytes(rows, sizeof(void *)) +
-           3 * mci_scratch_bytes(t, sizeof(void *));
+           3 * mci_scratch_bytes((int64_t)d->n_expert + 1, 4) + mci_scratch_bytes(t * d->top_k, 4) +
+           mci_scratch_bytes(rows * d->hidden, 4) + 2 * mci_scratch_bytes(act_floats(d), 4) +
+           4 * mci_scratch_bytes(rows, sizeof(void *)) + 3 * mci_scratch_bytes(t, sizeof(void *));
 }
 
 static int check(const mc_moe_desc *d, mc_error *err) {
@@ -81,8 +81,8 @@ int mc_moe_create(mc_engine *e, mc_store *s, const mc_moe_desc *d, const mc_expe
     mci_engine_retain(e);
     m->e = e;
     m->d = *d;
-    if ((rc = mci_vector_load(e, &d->norm.weight, d->hidden, "moe norm", d->norm.plus_one,
-                              &m->norm, err)) < 0)
+    if ((rc = mci_vector_load(e, &d->norm.weight, d->hidden, "moe norm", d->norm.plus_one, &m->norm,
+                              err)) < 0)
         goto done;
     if (d->n_expert) {
         m->store = s;
@@ -99,13 +99,12 @@ int mc_moe_create(mc_engine *e, mc_store *s, const mc_moe_desc *d, const mc_expe
         rc = mci_weight_load(e, &d->shared_gate, 1, d->hidden, "shared expert gate",
                              &m->shared_gate, err);
     if (rc == MC_OK) rc = mci_scratch_reserve(e, mc_moe_scratch(d), err);
-    if (rc == MC_OK && (!m->norm || (d->n_expert && !m->router.mat.data) ||
-                        (d->shared_width &&
-                         (!m->gate.mat.data || !m->up.mat.data || !m->down.mat.data))))
+    if (rc == MC_OK &&
+        (!m->norm || (d->n_expert && !m->router.mat.data) ||
+         (d->shared_width && (!m->gate.mat.data || !m->up.mat.data || !m->down.mat.data))))
         rc = mci_fail(err, MC_EINVAL, 0, "moe: norm, router and shared expert are needed");
     /* last: a layer of the store is bound once */
-    if (rc == MC_OK && d->n_expert)
-        rc = mci_store_bind(s, d, experts, err);
+    if (rc == MC_OK && d->n_expert) rc = mci_store_bind(s, d, experts, err);
 done:
     mci_leave(e);
     if (rc < 0) {
@@ -132,19 +131,19 @@ void mc_moe_free(mc_moe *m) {
 typedef struct moe_ctx {
     const mc_moe *m;
     int64_t n_tok;
-    float *x, *h;      /* residual and normed input (T, H) */
-    float *scores;     /* router logits, then probabilities (T, E) */
-    float *sigma;      /* logit of the shared expert's gate (T) */
-    int32_t *ids;      /* (T, k), best first */
-    float *weight;     /* (T, k) */
-    int32_t *line;     /* distinct experts by first appearance (n_line) */
-    int32_t *place;    /* (E) index in line, -1: not wanted */
-    int32_t *start;    /* (n_line + 1) into pairs */
-    int32_t *pairs;    /* (T * k) token * k + rank, grouped by place in line */
+    float *x, *h;   /* residual and normed input (T, H) */
+    float *scores;  /* router logits, then probabilities (T, E) */
+    float *sigma;   /* logit of the shared expert's gate (T) */
+    int32_t *ids;   /* (T, k), best first */
+    float *weight;  /* (T, k) */
+    int32_t *line;  /* distinct experts by first appearance (n_line) */
+    int32_t *place; /* (E) index in line, -1: not wanted */
+    int32_t *start; /* (n_line + 1) into pairs */
+    int32_t *pairs; /* (T * k) token * k + rank, grouped by place in line */
     int32_t n_line;
-    float *out;        /* (T * k rows, then T of the shared expert, H) */
-    float *act, *up;   /* act_floats */
-    const float **xp;  /* row pointers, by row of out */
+    float *out;       /* (T * k rows, then T of the shared expert, H) */
+    float *act, *up;  /* act_floats */
+    const float **xp; /* row pointers, by row of out */
     float **ap, **upp, **op;
 } moe_ctx;
 
@@ -201,10 +200,14 @@ static void run_group(moe_ctx *c, const item *items, int n) {
     int64_t r = 0, k = d->top_k, H = d->hidden;
     for (int i = 0; i < n; i++) {
         const item *it = &items[i];
-        first[i] = (mci_job){.w = it->gate, .up = it->up, .n_tok = it->n, .x = c->xp + r,
-                             .y = c->ap + r, .yu = c->upp + r};
-        second[i] = (mci_job){.w = it->down, .n_tok = it->n, .x = (const float *const *)(c->ap + r),
-                              .y = c->op + r};
+        first[i] = (mci_job){.w = it->gate,
+                             .up = it->up,
+                             .n_tok = it->n,
+                             .x = c->xp + r,
+                             .y = c->ap + r,
+                             .yu = c->upp + r};
+        second[i] = (mci_job){
+            .w = it->down, .n_tok = it->n, .x = (const float *const *)(c->ap + r), .y = c->op + r};
         for (int64_t j = 0; j < it->n; j++, r++, act += it->width, up += it->width) {
             int64_t row = it->rows ? it->rows[j] : c->n_tok * k + j;
             c->xp[r] = c->h + (it->rows ? row / k : j) * H;
@@ -227,8 +230,8 @@ static int run_experts(moe_ctx *c, mc_error *err) {
     int n = 0, got = 0, done = 0, rc;
     int64_t room = act_floats(d);
     if (d->shared_width) {
-        items[n++] = (item){&m->gate.mat, &m->up.mat, &m->down.mat, NULL, c->n_tok,
-                            d->shared_width};
+        items[n++] =
+            (item){&m->gate.mat, &m->up.mat, &m->down.mat, NULL, c->n_tok, d->shared_width};
         room -= c->n_tok * d->shared_width;
     }
     do {
@@ -244,8 +247,8 @@ static int run_experts(moe_ctx *c, mc_error *err) {
             int64_t rows = c->start[i + 1] - c->start[i];
             if (n && rows * d->width > room) break;
             room -= rows * d->width;
-            items[n++] = (item){&view[done].gate, &view[done].up, &view[done].down,
-                                c->pairs + c->start[i], rows, d->width};
+            items[n++] = (item){&view[done].gate,       &view[done].up, &view[done].down,
+                                c->pairs + c->start[i], rows,           d->width};
         }
         if (!n) return MC_OK;
         run_group(c, items, n);
@@ -313,11 +316,13 @@ int mc_moe_forward(mc_moe *m, mc_step *st, float *x, int32_t *routed, mc_error *
     mci_job jobs[2];
     int n_job = 0;
     if (d->n_expert)
-        jobs[n_job++] = (mci_job){.w = &m->router.mat, .x = hp, .n_tok = T,
+        jobs[n_job++] = (mci_job){.w = &m->router.mat,
+                                  .x = hp,
+                                  .n_tok = T,
                                   .y = mci_row_ptrs(e, c.scores, T, d->n_expert)};
     if (m->shared_gate.mat.data)
-        jobs[n_job++] = (mci_job){.w = &m->shared_gate.mat, .x = hp, .n_tok = T,
-                                  .y = mci_row_ptrs(e, c.sigma, T, 1)};
+        jobs[n_job++] = (mci_job){
+            .w = &m->shared_gate.mat, .x = hp, .n_tok = T, .y = mci_row_ptrs(e, c.sigma, T, 1)};
     mci_run_jobs(e, jobs, n_job);
     if (d->n_expert) {
         mci_pool_run(e->pool, route_token, &c, T);

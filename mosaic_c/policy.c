@@ -42,10 +42,14 @@ struct mci_policy {
 const char *mci_policy_name(int kind) {
     switch (kind) {
     case MC_POLICY_AUTO: /* what it stands for today */
-    case MC_POLICY_LFU: return "lfu";
-    case MC_POLICY_LRU: return "lru";
-    case MC_POLICY_LAYER_LRU: return "layer-lru";
-    case MC_POLICY_BELADY: return "belady";
+    case MC_POLICY_LFU:
+        return "lfu";
+    case MC_POLICY_LRU:
+        return "lru";
+    case MC_POLICY_LAYER_LRU:
+        return "layer-lru";
+    case MC_POLICY_BELADY:
+        return "belady";
     }
     return NULL;
 }
@@ -297,9 +301,8 @@ static int check_trace(int32_t n_layer, int32_t n_expert, int64_t n_line, const 
 }
 
 /* next[j - start[0]]: the next line that uses the expert of ids[j]. upcoming: one per item. */
-static void look_ahead(int32_t n_expert, int64_t n_line, const int32_t *layer,
-                       const int64_t *start, const int32_t *ids, int64_t *upcoming,
-                       int64_t *next) {
+static void look_ahead(int32_t n_expert, int64_t n_line, const int32_t *layer, const int64_t *start,
+                       const int32_t *ids, int64_t *upcoming, int64_t *next) {
     for (int64_t i = n_line - 1; i >= 0; i--)
         for (int64_t j = start[i]; j < start[i + 1]; j++) {
             int64_t *u = &upcoming[(int64_t)layer[i] * n_expert + ids[j]];

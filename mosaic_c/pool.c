@@ -27,7 +27,7 @@
 #include <immintrin.h>
 #endif
 
-#define SPIN_S 20e-6      /* more slows a machine whose cores are busy elsewhere */
+#define SPIN_S 20e-6 /* more slows a machine whose cores are busy elsewhere */
 #define STACK_BYTES (512 << 10)
 #define MAX_THREADS 256
 
@@ -133,8 +133,7 @@ static void *work(void *arg) {
         if (atomic_load(&p->left) == 0) {
             if (atomic_load(&p->stop)) return NULL;
             atomic_fetch_add(&p->sleepers, 1);
-            if (atomic_load(&p->left) == 0 && !atomic_load(&p->stop))
-                futex_wait(&p->epoch, seen);
+            if (atomic_load(&p->left) == 0 && !atomic_load(&p->stop)) futex_wait(&p->epoch, seen);
             atomic_fetch_sub(&p->sleepers, 1);
         }
         int64_t n = 0, mine = claim_all(p, w->index, &n);

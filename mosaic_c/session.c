@@ -1,7 +1,7 @@
 /* session.c - all mutable state of one sequence, and the step that moves sequences forward.
  *
- * KV pages are only ever appended to, and conv and recurrent state have two copies: a step reads the
- * committed one and writes the other, so dropping a step costs nothing and leaves no trace. */
+ * KV pages are only ever appended to, and conv and recurrent state have two copies: a step reads
+ * the committed one and writes the other, so dropping a step costs nothing and leaves no trace. */
 #include "session.h"
 
 #include <stdio.h>
@@ -188,8 +188,7 @@ int mc_session_fork(mc_session *s, mc_session **out, mc_error *err) {
         goto done;
     }
     f->pos = s->pos;
-    if (kv->state_floats)
-        memcpy(f->state[0], s->state[s->cur], (size_t)kv->state_floats * 4);
+    if (kv->state_floats) memcpy(f->state[0], s->state[s->cur], (size_t)kv->state_floats * 4);
     for (; f->n_page < s->n_page; f->n_page++) {
         f->pages[f->n_page] = s->pages[f->n_page];
         kv->page_refs[f->pages[f->n_page]]++;

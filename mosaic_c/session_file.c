@@ -28,9 +28,9 @@ _Static_assert(sizeof(header) == 168, "session header");
 
 static void fill_shape(const mc_kv *kv, int64_t *s) {
     const mc_kv_desc *d = &kv->d;
-    const int64_t v[12] = {d->n_attn,     d->n_kv_head,   d->head_dim, d->dtype,
-                           d->n_delta,    d->conv_dim,    d->conv_kernel, d->n_v_head,
-                           d->dk,         d->dv,          MC_PAGE_TOKENS, kv->state_floats};
+    const int64_t v[12] = {d->n_attn,  d->n_kv_head, d->head_dim,    d->dtype,
+                           d->n_delta, d->conv_dim,  d->conv_kernel, d->n_v_head,
+                           d->dk,      d->dv,        MC_PAGE_TOKENS, kv->state_floats};
     memcpy(s, v, sizeof v);
 }
 
@@ -215,8 +215,8 @@ static int read_all(mc_session *s, file *f, const uint8_t *model, void *meta, in
     want = f->crc.value;
     if ((rc = get(f, &crc, 4, err)) < 0) return rc;
     if (crc != want)
-        return mci_fail(err, MC_EFORMAT, 0, "%s: damaged: CRC expected %08x, got %08x", f->path, crc,
-                        want);
+        return mci_fail(err, MC_EFORMAT, 0, "%s: damaged: CRC expected %08x, got %08x", f->path,
+                        crc, want);
     s->pos = h.pos;
     *n_meta = h.n_meta;
     return MC_OK;

@@ -17,7 +17,7 @@
 #include "policy.h"
 
 enum {
-    QUEUE = 64,            /* reads queued at once: enough that lanes never starve */
+    QUEUE = 64, /* reads queued at once: enough that lanes never starve */
     HUGE_PAGE = 2 << 20,
     OWN_MAPPING = 1 << 20, /* mci_alloc aligns memory of this size to huge pages */
     NONE = -1
@@ -131,8 +131,7 @@ static void close_arena(mc_store *s) {
     mci_release(&s->e->mem, MC_MEM_META, s->slab_mem, s->slab_mem_bytes);
     mci_release(&s->e->mem, MC_MEM_CACHE, s->arena_mem, s->arena_bytes);
     /* what was given back is not counted, and the release took off all */
-    if (s->arena_mem)
-        mci_recount(&s->e->mem, MC_MEM_CACHE, s->given_back, "expert cache", NULL);
+    if (s->arena_mem) mci_recount(&s->e->mem, MC_MEM_CACHE, s->given_back, "expert cache", NULL);
     s->policy = NULL;
     s->slab_mem = s->arena_mem = NULL;
 }
@@ -157,8 +156,8 @@ int mci_store_bind(mc_store *s, const mc_moe_desc *d, const mc_expert *experts, 
         return mci_fail(err, MC_ERANGE, 0, "store: layer %d of %d", layer, s->n_layer);
     if (d->n_expert != s->n_expert || d->top_k > s->top_k)
         return mci_fail(err, MC_EINVAL, 0,
-                        "store: layer %d: %d experts, top-%d: the store was made for %d, top-%d", layer,
-                        d->n_expert, d->top_k, s->n_expert, s->top_k);
+                        "store: layer %d: %d experts, top-%d: the store was made for %d, top-%d",
+                        layer, d->n_expert, d->top_k, s->n_expert, s->top_k);
     mci_experts *x = &s->layers[layer];
     if (s->policy || x->slab_bytes)
         return mci_fail(err, MC_EINVAL, 0, "store: layer %d: %s", layer,
@@ -166,8 +165,10 @@ int mci_store_bind(mc_store *s, const mc_moe_desc *d, const mc_expert *experts, 
     if (hidden < 1 || width < 1)
         return mci_fail(err, MC_EINVAL, 0, "store: layer %d: hidden %d, width %d", layer, hidden,
                         width);
-    *x = (mci_experts){.ref = s->ref + (int64_t)layer * s->n_expert, .n = s->n_expert,
-                       .hidden = hidden, .width = width};
+    *x = (mci_experts){.ref = s->ref + (int64_t)layer * s->n_expert,
+                       .n = s->n_expert,
+                       .hidden = hidden,
+                       .width = width};
     return mci_experts_bind(s->e, x, layer, experts, err);
 }
 
@@ -195,8 +196,8 @@ static int open_arena(mc_store *s, int64_t slots, mc_error *err) {
     int64_t queue = MCI_MIN(MCI_MIN(n, s->n_expert), MCI_MAX(QUEUE, 2 * mci_io_lanes(s->e->io)));
     int rc = mci_policy_create(mem, s->kind, s->n_layer, s->n_expert, slots, &s->policy, err);
     if (rc < 0) return rc;
-    s->slab_mem_bytes = queue * (int64_t)sizeof *s->reads +
-                        n * (int64_t)(sizeof *s->free_slab + sizeof *s->flags);
+    s->slab_mem_bytes =
+        queue * (int64_t)sizeof *s->reads + n * (int64_t)(sizeof *s->free_slab + sizeof *s->flags);
     rc = mci_alloc(mem, MC_MEM_META, s->slab_mem_bytes, "slab table", &s->slab_mem, err);
     if (rc < 0) return rc;
     if (!mci_mul(n, s->slab_bytes, &bytes))
@@ -468,8 +469,9 @@ int mci_store_next(mc_store *s, mci_expert_view *out, int32_t max, bool wait, mc
     }
     while (s->next_wait < s->n_line && s->line[s->next_wait].state != WAITING) s->next_wait++;
     if (s->next_wait < s->n_line)
-        return mci_fail(err, MC_EINVAL, 0, "store: experts that were taken and not done hold every "
-                                           "slab");
+        return mci_fail(err, MC_EINVAL, 0,
+                        "store: experts that were taken and not done hold every "
+                        "slab");
     return 0;
 }
 

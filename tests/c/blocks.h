@@ -24,11 +24,26 @@
 
 enum {
     H = 136, /* two FP8 scale blocks, the second one partial */
-    HEADS = 4, KV_HEADS = 2, D = 20, ROPE = 12,
-    EXPERTS = 10, TOP_K = 3, WIDTH = 24, SHARED = 40,
-    K_HEADS = 2, V_HEADS = 4, DK = 16, DV = 72, KERNEL = 4,
+    HEADS = 4,
+    KV_HEADS = 2,
+    D = 20,
+    ROPE = 12,
+    EXPERTS = 10,
+    TOP_K = 3,
+    WIDTH = 24,
+    SHARED = 40,
+    K_HEADS = 2,
+    V_HEADS = 4,
+    DK = 16,
+    DV = 72,
+    KERNEL = 4,
     CONV = 2 * K_HEADS * DK + V_HEADS * DV,
-    CTX = 200, CHUNK = 80, VOCAB = 50, N_BLOCK = 7, MODEL_FILES = 2, MAX_TENSORS = 256
+    CTX = 200,
+    CHUNK = 80,
+    VOCAB = 50,
+    N_BLOCK = 7,
+    MODEL_FILES = 2,
+    MAX_TENSORS = 256
 };
 
 /* ---- the model on disk ---- */
@@ -98,8 +113,12 @@ static inline mc_tensor put(model *m, int dtype, int64_t rows, int64_t cols, dou
     int64_t br = (rows + 127) / 128, bc = (cols + 127) / 128;
     double *v = test_alloc((size_t)(rows * cols) * 8), scale[16];
     pad(m, file);
-    mc_tensor t = {.file = file, .dtype = dtype, .offset = m->at[file], .rows = rows,
-                   .cols = cols, .scale_file = -1};
+    mc_tensor t = {.file = file,
+                   .dtype = dtype,
+                   .offset = m->at[file],
+                   .rows = rows,
+                   .cols = cols,
+                   .scale_file = -1};
     for (int64_t i = 0; i < rows * cols; i++) v[i] = put_element(m, file, dtype, amp);
     if (dtype == MC_F8E4M3) { /* E4M3 codes taken at random have a root mean square near 150 */
         pad(m, 1);
@@ -121,8 +140,7 @@ static inline mc_tensor put(model *m, int dtype, int64_t rows, int64_t cols, dou
 /* The values of a tensor (rows, cols); NULL: absent. */
 static inline const double *values(const model *m, const mc_tensor *t) {
     for (int i = 0; i < m->n_tensor; i++)
-        if (m->tensor[i].file == t->file && m->tensor[i].offset == t->offset)
-            return m->tensor[i].v;
+        if (m->tensor[i].file == t->file && m->tensor[i].offset == t->offset) return m->tensor[i].v;
     return NULL;
 }
 
@@ -131,8 +149,8 @@ static inline mc_tensor put_mat(model *m, int dtype, int64_t rows, int64_t cols)
 }
 
 static inline mc_norm put_norm(model *m, int64_t n, int plus_one) {
-    return (mc_norm){.weight = put(m, MC_BF16, 1, n, plus_one ? 0.5 : 1.5), .plus_one = plus_one,
-                     .eps = 1e-6f};
+    return (mc_norm){
+        .weight = put(m, MC_BF16, 1, n, plus_one ? 0.5 : 1.5), .plus_one = plus_one, .eps = 1e-6f};
 }
 
 static inline mc_expert put_expert(model *m, int dtype, int64_t width) {
@@ -144,8 +162,15 @@ static inline mc_expert put_expert(model *m, int dtype, int64_t width) {
 }
 
 static inline void put_attn(model *m) {
-    mc_attn_desc d = {.layer = 0, .hidden = H, .n_head = HEADS, .n_kv_head = KV_HEADS,
-                      .head_dim = D, .rope_dim = ROPE, .rope_theta = 1e4, .gate = 1, .ctx = CTX,
+    mc_attn_desc d = {.layer = 0,
+                      .hidden = H,
+                      .n_head = HEADS,
+                      .n_kv_head = KV_HEADS,
+                      .head_dim = D,
+                      .rope_dim = ROPE,
+                      .rope_theta = 1e4,
+                      .gate = 1,
+                      .ctx = CTX,
                       .max_tok = CHUNK};
     mc_norm none = {.weight = ABSENT};
     d.norm = put_norm(m, H, 1);
@@ -175,8 +200,14 @@ static inline void put_attn(model *m) {
 }
 
 static inline void put_delta(model *m, int layer) {
-    mc_delta_desc d = {.layer = layer, .hidden = H, .n_k_head = K_HEADS, .n_v_head = V_HEADS,
-                       .dk = DK, .dv = DV, .conv_kernel = KERNEL, .max_tok = CHUNK};
+    mc_delta_desc d = {.layer = layer,
+                       .hidden = H,
+                       .n_k_head = K_HEADS,
+                       .n_v_head = V_HEADS,
+                       .dk = DK,
+                       .dv = DV,
+                       .conv_kernel = KERNEL,
+                       .max_tok = CHUNK};
     int big = layer ? MC_F32 : MC_F8E4M3, small = layer ? MC_F32 : MC_BF16;
     d.norm = put_norm(m, H, 1);
     d.qkv = put_mat(m, big, CONV, H);
@@ -193,8 +224,12 @@ static inline void put_delta(model *m, int layer) {
 
 static inline void put_moe(model *m) {
     for (int i = 0; i < 3; i++) {
-        mc_moe_desc d = {.layer = i, .hidden = H, .max_tok = CHUNK, .renormalise = i == 0,
-                         .router = ABSENT, .shared = {ABSENT, ABSENT, ABSENT},
+        mc_moe_desc d = {.layer = i,
+                         .hidden = H,
+                         .max_tok = CHUNK,
+                         .renormalise = i == 0,
+                         .router = ABSENT,
+                         .shared = {ABSENT, ABSENT, ABSENT},
                          .shared_gate = ABSENT};
         d.norm = put_norm(m, H, i != 0);
         if (i < 2) {
@@ -278,9 +313,18 @@ typedef struct world {
 } world;
 
 static inline mc_kv_desc kv_desc(setting s) {
-    return (mc_kv_desc){.n_attn = 2, .n_kv_head = KV_HEADS, .head_dim = D, .dtype = s.kv,
-                        .ctx = CTX, .pages = s.pages, .n_delta = 2, .conv_dim = CONV,
-                        .conv_kernel = KERNEL, .n_v_head = V_HEADS, .dk = DK, .dv = DV};
+    return (mc_kv_desc){.n_attn = 2,
+                        .n_kv_head = KV_HEADS,
+                        .head_dim = D,
+                        .dtype = s.kv,
+                        .ctx = CTX,
+                        .pages = s.pages,
+                        .n_delta = 2,
+                        .conv_dim = CONV,
+                        .conv_kernel = KERNEL,
+                        .n_v_head = V_HEADS,
+                        .dk = DK,
+                        .dv = DV};
 }
 
 static inline int open_engine(const model *m, setting s, mc_engine **e, mc_error *err) {
@@ -356,13 +400,20 @@ static inline void embed(uint64_t tag, int64_t pos, int64_t n, float *x) {
 static inline int block_forward(const world *w, mc_step *st, int block, float *x, int32_t *routed,
                                 mc_error *err) {
     switch (block) {
-    case 0: return mc_attn_forward(w->attn[0], st, x, err);
-    case 1: return mc_moe_forward(w->moe[0], st, x, routed, err);
-    case 2: return mc_delta_forward(w->delta[0], st, x, err);
-    case 3: return mc_moe_forward(w->moe[1], st, x, routed, err);
-    case 4: return mc_attn_forward(w->attn[1], st, x, err);
-    case 5: return mc_moe_forward(w->moe[2], st, x, NULL, err);
-    default: return mc_delta_forward(w->delta[1], st, x, err);
+    case 0:
+        return mc_attn_forward(w->attn[0], st, x, err);
+    case 1:
+        return mc_moe_forward(w->moe[0], st, x, routed, err);
+    case 2:
+        return mc_delta_forward(w->delta[0], st, x, err);
+    case 3:
+        return mc_moe_forward(w->moe[1], st, x, routed, err);
+    case 4:
+        return mc_attn_forward(w->attn[1], st, x, err);
+    case 5:
+        return mc_moe_forward(w->moe[2], st, x, NULL, err);
+    default:
+        return mc_delta_forward(w->delta[1], st, x, err);
     }
 }
 

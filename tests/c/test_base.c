@@ -45,7 +45,8 @@ static void sizes(void) {
     CHECK(mci_add(INT64_MAX - 1, 1, &v) && v == INT64_MAX, "%lld", (long long)v);
     CHECK(!mci_add(INT64_MAX, 1, &v) && !mci_add(-1, 1, &v), "overflow, negative");
     CHECK(mci_round_up(0, 64) == 0 && mci_round_up(1, 64) == 64 && mci_round_up(64, 64) == 64 &&
-          mci_round_up(65, 4096) == 4096, "round up");
+              mci_round_up(65, 4096) == 4096,
+          "round up");
 }
 
 static bool clean(const mci_mem *m, int64_t want) {
@@ -83,7 +84,8 @@ static void memory(void) {
     CHECK(mci_alloc(&m, MC_MEM_STATE, (3 << 20) + 1, "KV pages", &q, &e) == MC_EBUDGET && !q,
           "over by one");
     CHECK(!strcmp(e.message, "KV pages: 3145729 bytes asked with 5242880 in use would pass the "
-                             "budget of 8388608"), "%s", e.message);
+                             "budget of 8388608"),
+          "%s", e.message);
     CHECK(clean(&m, 5 << 20) && m.peak[MC_MEM_STATE] == 0, "a refusal leaves no trace");
     CHECK(mci_alloc(&m, MC_MEM_STATE, 3 << 20, "rest", &q, &e) == MC_OK, "%s", e.message);
     mci_release(&m, MC_MEM_STATE, q, 3 << 20);
@@ -148,7 +150,8 @@ static void decodes(void) {
         double want = by_definition(5, 10, i, true);
         CHECK(mc_decode(MC_F16, &h, 1, &got, NULL) == MC_OK, "decode");
         CHECK((isnan(want) && isnan(got)) ||
-              (want == (double)got && !signbit(want) == !signbit(got)), "f16 %04x", i);
+                  (want == (double)got && !signbit(want) == !signbit(got)),
+              "f16 %04x", i);
         CHECK(mc_decode(MC_BF16, &h, 1, &got, NULL) == MC_OK, "decode");
         CHECK(mci_bits(got) == i << 16, "bf16 %04x", i);
         CHECK(mci_f32_to_bf16(got) == h || isnan(got), "bf16 back %04x", i);
@@ -160,7 +163,8 @@ static void decodes(void) {
         double want = by_definition(4, 3, i, false);
         CHECK(mc_decode(MC_F8E4M3, &b, 1, &got, NULL) == MC_OK, "decode");
         CHECK((isnan(want) && isnan(got)) ||
-              (want == (double)got && !signbit(want) == !signbit(got)), "f8 %02x", i);
+                  (want == (double)got && !signbit(want) == !signbit(got)),
+              "f8 %02x", i);
     }
     /* round to nearest even: between 1 and 1 + 2^-7, and past the largest finite value */
     CHECK(mci_f32_to_bf16(0x1.01p0f) == 0x3f80 && mci_f32_to_bf16(0x1.03p0f) == 0x3f82, "ties");
@@ -183,8 +187,12 @@ static void rows(void) {
     static float row[C];
     const float s[6] = {1, 2, 3, 4, 5, 6};
     for (int i = 0; i < R * C; i++) w[i] = 0x38; /* 1.0 */
-    mci_mat m = {.data = w, .scale = (const uint8_t *)s, .rows = R, .cols = C,
-                 .dtype = MC_F8E4M3, .scale_dtype = MC_F32};
+    mci_mat m = {.data = w,
+                 .scale = (const uint8_t *)s,
+                 .rows = R,
+                 .cols = C,
+                 .dtype = MC_F8E4M3,
+                 .scale_dtype = MC_F32};
     for (int r = 0; r < R; r++) {
         mci_mat_row(&m, r, row);
         for (int c = 0; c < C; c++)
@@ -195,10 +203,15 @@ static void rows(void) {
 static void cpu(void) {
     const char *words = mc_engine_cpu();
     uint32_t f = mci_cpu_features();
-    static const struct { uint32_t bit; const char *word; } names[] = {
-        {MCI_CPU_AVX2, "avx2"}, {MCI_CPU_FMA, "fma"}, {MCI_CPU_F16C, "f16c"},
-        {MCI_CPU_AVX512, "avx512"}, {MCI_CPU_AVX512_VNNI, "avx512_vnni"},
-        {MCI_CPU_AVX_VNNI, "avx_vnni"}};
+    static const struct {
+        uint32_t bit;
+        const char *word;
+    } names[] = {{MCI_CPU_AVX2, "avx2"},
+                 {MCI_CPU_FMA, "fma"},
+                 {MCI_CPU_F16C, "f16c"},
+                 {MCI_CPU_AVX512, "avx512"},
+                 {MCI_CPU_AVX512_VNNI, "avx512_vnni"},
+                 {MCI_CPU_AVX_VNNI, "avx_vnni"}};
     char padded[128];
     snprintf(padded, sizeof padded, " %s ", words);
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {

@@ -145,8 +145,8 @@ static void ref_expert(const model *m, const mc_expert *x, double p, const doubl
     for (int i = 0; i < H; i++) y[i] += p * o[i];
 }
 
-static void ref_moe(const model *m, const mc_moe_desc *d, const mc_expert *experts,
-                    const double *x, double *y, int32_t *routed) {
+static void ref_moe(const model *m, const mc_moe_desc *d, const mc_expert *experts, const double *x,
+                    double *y, int32_t *routed) {
     double h[H], p[EXPERTS], gate = 0;
     memset(y, 0, sizeof *y * T * H);
     for (int64_t t = 0; t < T; t++) {
@@ -165,8 +165,7 @@ static void ref_moe(const model *m, const mc_moe_desc *d, const mc_expert *exper
             top += p[ids[i]];
         }
         for (int i = 0; i < d->top_k; i++)
-            ref_expert(m, &experts[ids[i]], p[ids[i]] / (d->renormalise ? top : sum), h,
-                       y + t * H);
+            ref_expert(m, &experts[ids[i]], p[ids[i]] / (d->renormalise ? top : sum), h, y + t * H);
         if (!d->shared_width) continue;
         if (values(m, &d->shared_gate)) mat_vec(m, &d->shared_gate, NULL, h, &gate);
         ref_expert(m, &d->shared, values(m, &d->shared_gate) ? sigmoid(gate) : 1, h, y + t * H);
@@ -176,13 +175,26 @@ static void ref_moe(const model *m, const mc_moe_desc *d, const mc_expert *exper
 static void ref_block(const model *m, int block, int kv, const double *x, double *y,
                       int32_t *routed) {
     switch (block) {
-    case 0: ref_attn(m, &m->attn[0], kv, x, y); break;
-    case 1: ref_moe(m, &m->moe[0], m->expert[0], x, y, routed); break;
-    case 2: ref_delta(m, &m->delta[0], x, y); break;
-    case 3: ref_moe(m, &m->moe[1], m->expert[1], x, y, routed); break;
-    case 4: ref_attn(m, &m->attn[1], kv, x, y); break;
-    case 5: ref_moe(m, &m->moe[2], NULL, x, y, routed); break;
-    default: ref_delta(m, &m->delta[1], x, y);
+    case 0:
+        ref_attn(m, &m->attn[0], kv, x, y);
+        break;
+    case 1:
+        ref_moe(m, &m->moe[0], m->expert[0], x, y, routed);
+        break;
+    case 2:
+        ref_delta(m, &m->delta[0], x, y);
+        break;
+    case 3:
+        ref_moe(m, &m->moe[1], m->expert[1], x, y, routed);
+        break;
+    case 4:
+        ref_attn(m, &m->attn[1], kv, x, y);
+        break;
+    case 5:
+        ref_moe(m, &m->moe[2], NULL, x, y, routed);
+        break;
+    default:
+        ref_delta(m, &m->delta[1], x, y);
     }
 }
 
@@ -213,8 +225,8 @@ static void check_reference(const model *m, setting set) {
         }
         /* a value on the edge between two bf16 numbers may fall either way */
         double tol = set.kv == MC_BF16 && (b == 0 || b == 4) ? 2e-3 : 5e-6;
-        CHECK(diff <= tol * size && size > 0.05, "%s, block %d: off by %g of %g",
-              set.isa, b, diff, size);
+        CHECK(diff <= tol * size && size > 0.05, "%s, block %d: off by %g of %g", set.isa, b, diff,
+              size);
         CHECK(!moe || !memcmp(ids, routed, sizeof ids), "%s, block %d: other experts", set.isa, b);
     }
     CHECK(mc_step_commit(w.st, &err) == MC_OK && mc_session_position(s) == T, "%s", err.message);
@@ -305,16 +317,17 @@ static void run_texts(const model *m, setting set, int64_t chunk, bool together,
     mc_stats q;
     CHECK(mc_engine_stats(w.e, &q, &err) == MC_OK && q.threads == set.threads &&
               (!set.isa || !strcmp(q.isa, set.isa)) && (q.threads_ran > 1 || set.threads == 1) &&
-              (q.evictions > 0 || set.slots > 6), "%s, %d threads, %d ran, %lld evictions", q.isa,
-          q.threads, q.threads_ran, (long long)q.evictions);
+              (q.evictions > 0 || set.slots > 6),
+          "%s, %d threads, %d ran, %lld evictions", q.isa, q.threads, q.threads_ran,
+          (long long)q.evictions);
     for (int k = 0; k < N_TEXT; k++) mc_session_free(s[k]);
     free(x);
     close_world(&w);
 }
 
 static void check_bits(const model *m, int kv, int settings) {
-    float(*want)[T * H] = test_alloc(N_TEXT * sizeof *want), (*got)[T * H] =
-        test_alloc(N_TEXT * sizeof *got);
+    float (*want)[T * H] = test_alloc(N_TEXT * sizeof *want),
+                      (*got)[T * H] = test_alloc(N_TEXT * sizeof *got);
     const bool avx2 = strstr(mc_engine_isas(), "avx2") != NULL;
     setting set = PLAIN;
     set.kv = kv;

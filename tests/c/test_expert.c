@@ -10,31 +10,37 @@
 enum { BLOCK = MCI_IO_BLOCK };
 
 static mc_tensor tensor(int file, int64_t offset, int64_t rows, int64_t cols, int dtype) {
-    return (mc_tensor){.file = file, .dtype = dtype, .offset = offset, .rows = rows, .cols = cols,
-                       .scale_file = dtype == MC_F8E4M3 ? 0 : -1, .scale_dtype = MC_BF16};
+    return (mc_tensor){.file = file,
+                       .dtype = dtype,
+                       .offset = offset,
+                       .rows = rows,
+                       .cols = cols,
+                       .scale_file = dtype == MC_F8E4M3 ? 0 : -1,
+                       .scale_dtype = MC_BF16};
 }
 
 static void check_slab(void) {
     enum { H = 2048, W = 512, M = H * W };
     int64_t scales = -1;
 #define EXPERT(f1, o1, f2, o2, f3, o3)                                                             \
-    (mc_expert){tensor(f1, o1, W, H, MC_F8E4M3), tensor(f2, o2, W, H, MC_F8E4M3),                  \
-                tensor(f3, o3, H, W, MC_F8E4M3)}
+    (mc_expert) {                                                                                  \
+        tensor(f1, o1, W, H, MC_F8E4M3), tensor(f2, o2, W, H, MC_F8E4M3),                          \
+            tensor(f3, o3, H, W, MC_F8E4M3)                                                        \
+    }
     const struct {
         mc_expert x;
         int64_t slab;
-    } known[] = {
-        {EXPERT(0, 0, 0, M, 0, 2 * M), 3 * M},
-        {EXPERT(0, 7, 0, M + 7, 0, 2 * M + 7), 3 * M + BLOCK},            /* one run, one edge */
-        {EXPERT(0, M + 7, 0, 2 * M + 7, 0, 7), 3 * M + BLOCK},            /* in any order */
-        {EXPERT(0, 2 * M + 7, 0, 7, 0, M + 7), 3 * M + BLOCK},
-        {EXPERT(0, 7, 0, M + 100, 0, 2 * M + 200), 3 * M + BLOCK},        /* small gaps */
-        {EXPERT(0, 7, 0, 2 * M + 7, 0, 9 * M), 2 * (M + BLOCK) + M},      /* three runs */
-        {EXPERT(0, 7, 1, M + 7, 0, M + 7), 2 * M + BLOCK + M + BLOCK},    /* another file */
-        {EXPERT(0, 0, 1, 0, 2, 0), 3 * M},
-        {EXPERT(0, 5, 0, 5, 0, 5), M + BLOCK},                            /* the same bytes */
-        {EXPERT(0, 0, 0, M + BLOCK, 0, 2 * M + BLOCK), 3 * M},           /* a whole block between */
-        {EXPERT(0, 0, 0, M + 1, 0, 2 * M + 1), 3 * M + BLOCK}};
+    } known[] = {{EXPERT(0, 0, 0, M, 0, 2 * M), 3 * M},
+                 {EXPERT(0, 7, 0, M + 7, 0, 2 * M + 7), 3 * M + BLOCK}, /* one run, one edge */
+                 {EXPERT(0, M + 7, 0, 2 * M + 7, 0, 7), 3 * M + BLOCK}, /* in any order */
+                 {EXPERT(0, 2 * M + 7, 0, 7, 0, M + 7), 3 * M + BLOCK},
+                 {EXPERT(0, 7, 0, M + 100, 0, 2 * M + 200), 3 * M + BLOCK},     /* small gaps */
+                 {EXPERT(0, 7, 0, 2 * M + 7, 0, 9 * M), 2 * (M + BLOCK) + M},   /* three runs */
+                 {EXPERT(0, 7, 1, M + 7, 0, M + 7), 2 * M + BLOCK + M + BLOCK}, /* another file */
+                 {EXPERT(0, 0, 1, 0, 2, 0), 3 * M},
+                 {EXPERT(0, 5, 0, 5, 0, 5), M + BLOCK},                 /* the same bytes */
+                 {EXPERT(0, 0, 0, M + BLOCK, 0, 2 * M + BLOCK), 3 * M}, /* a whole block between */
+                 {EXPERT(0, 0, 0, M + 1, 0, 2 * M + 1), 3 * M + BLOCK}};
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
         int64_t slab = mc_expert_slab(&known[i].x, 1, &scales);
         CHECK(slab == known[i].slab && scales == 384, "case %zu: slab %lld, expected %lld", i,

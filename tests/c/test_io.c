@@ -179,9 +179,12 @@ static int64_t random_offset(rng *r, int64_t *bytes) {
     *bytes = rng_below(r, 2) ? edge[rng_below(r, 7)] : 1 + (int64_t)rng_below(r, 300000);
     int64_t at = (int64_t)rng_below(r, (uint64_t)(SIZE - *bytes + 1));
     switch (rng_below(r, 4)) {
-    case 0: return SIZE - *bytes; /* the tail */
-    case 1: return at & -BLOCK;
-    default: return at;
+    case 0:
+        return SIZE - *bytes; /* the tail */
+    case 1:
+        return at & -BLOCK;
+    default:
+        return at;
     }
 }
 
@@ -267,7 +270,8 @@ static void check_errors(int mode) {
     CHECK(r.err.code == MC_EIO && r.err.sys == 0, "%d", r.err.code);
     snprintf(expect, sizeof expect, "wanted 501 bytes at offset %d, got 500", SIZE - 500);
     CHECK(strstr(r.err.message, expect) && strstr(r.err.message, big) &&
-              strstr(r.err.message, "end of file"), "%s", r.err.message);
+              strstr(r.err.message, "end of file"),
+          "%s", r.err.message);
 
     mci_io_inject(io, injected, &j);
     j.fail_at = 70000;
@@ -295,7 +299,8 @@ static void check_errors(int mode) {
     CHECK(mci_io_next(io, true)->err.code == MC_ERANGE, "a range past every size");
     CHECK(mci_io_fetch(io, file, -1, 4, t.base, &err) == MC_ERANGE, "negative offset");
     CHECK(mci_io_fetch(io, file, SIZE - 2, 4, t.base, &err) == MC_EIO &&
-              strstr(err.message, "got 2"), "%s", err.message);
+              strstr(err.message, "got 2"),
+          "%s", err.message);
     mci_io_free(io);
     free(t.mem);
     free(t2.mem);
@@ -323,8 +328,9 @@ static void check_truncated(int mode) {
 }
 
 static void check_load(int mode, int lanes) {
-    static const int64_t range[][2] = {{0, SIZE}, {1, SIZE - 1}, {4 << 20, 1}, {(4 << 20) - 1, 2},
-                                       {12345, 5000000}, {77, 0}, {0, 4 << 20}};
+    static const int64_t range[][2] = {{0, SIZE},          {1, SIZE - 1},    {4 << 20, 1},
+                                       {(4 << 20) - 1, 2}, {12345, 5000000}, {77, 0},
+                                       {0, 4 << 20}};
     mc_error err = {0};
     int32_t file;
     mci_io *io = open_io(mode, lanes, &file);
@@ -352,7 +358,8 @@ static void check_load(int mode, int lanes) {
     mci_io_inject(io, injected, &j);
     run = run_into(&t, file, 0, SIZE);
     CHECK(mci_io_load(io, &run, &err) == MC_EIO && err.sys == EIO &&
-              strstr(err.message, "at offset 0,"), "%s", err.message);
+              strstr(err.message, "at offset 0,"),
+          "%s", err.message);
     mci_io_inject(io, NULL, NULL);
     CHECK(mci_io_load(io, &run, &err) == MC_OK, "after a failure: %s", err.message);
     mci_io_stats st;

@@ -118,7 +118,8 @@ static void names(void) {
     mc_error e;
     CHECK(mci_ops_get("scalar", &o, &e) == MC_OK && o == &mci_ops_ref, "scalar");
     CHECK(mci_ops_get(NULL, &o, &e) == MC_OK &&
-          !strncmp(mc_engine_isas(), o->name, strlen(o->name)), "the best comes first");
+              !strncmp(mc_engine_isas(), o->name, strlen(o->name)),
+          "the best comes first");
     CHECK(mci_ops_get("neon9", &o, &e) == MC_EINVAL && !o && strstr(e.message, "scalar"), "%s",
           e.message);
     float y = 0, x = 2;

@@ -65,9 +65,9 @@ static void check_layer_lru(const char *dir) {
     static const struct {
         const char *name;
         int64_t slots, hits, misses;
-    } known[] = {{"zipf-v4-shape", 2, 81, 3759},     {"zipf-v4-shape", 4, 278, 3562},
-                 {"zipf-v4-shape", 8, 954, 2886},    {"zipf-v4-shape", 16, 1626, 2214},
-                 {"zipf-v4-shape", 32, 2223, 1617},  {"zipf-v4-shape", 64, 2686, 1154},
+    } known[] = {{"zipf-v4-shape", 2, 81, 3759},    {"zipf-v4-shape", 4, 278, 3562},
+                 {"zipf-v4-shape", 8, 954, 2886},   {"zipf-v4-shape", 16, 1626, 2214},
+                 {"zipf-v4-shape", 32, 2223, 1617}, {"zipf-v4-shape", 64, 2686, 1154},
                  {"uniform-v4-shape", 8, 84, 3756}};
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
         trace t;
@@ -271,8 +271,10 @@ static void check_cycle(void) {
     const struct {
         int kind;
         int64_t slots, hits;
-    } known[] = {{MC_POLICY_LRU, 11, 0}, {MC_POLICY_LRU, 12, (TOKENS - 1) * 12},
-                 {MC_POLICY_LAYER_LRU, 3, 0}, {MC_POLICY_LAYER_LRU, 4, (TOKENS - 1) * 12},
+    } known[] = {{MC_POLICY_LRU, 11, 0},
+                 {MC_POLICY_LRU, 12, (TOKENS - 1) * 12},
+                 {MC_POLICY_LAYER_LRU, 3, 0},
+                 {MC_POLICY_LAYER_LRU, 4, (TOKENS - 1) * 12},
                  {MC_POLICY_AUTO, 12, (TOKENS - 1) * 12},
                  {MC_POLICY_BELADY, 12, (TOKENS - 1) * 12}};
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {

@@ -50,16 +50,26 @@ static int create(const world *w, int kind, mc_session *base, extra *x) {
     attn.max_tok = delta.max_tok = moe.max_tok = 5 * CHUNK;
     memset(x, 0, sizeof *x);
     switch (kind) {
-    case KV: return mc_kv_create(w->e, &kv, &x->kv, &err);
-    case SESSION: return mc_session_create(w->kv, &x->s, &err);
-    case FORK: return mc_session_fork(base, &x->s, &err);
-    case SNAPSHOT: return mc_session_snapshot(base, &err);
-    case LOAD: return (int)mc_session_load(w->kv, saved, id, meta, 8, &x->s, &err);
-    case LINEAR: return mc_linear_create(w->e, &m->head, 1, &x->l, &err);
-    case HEAD: return mc_head_create(w->e, &m->final, w->out, CHUNK, &x->h, &err);
-    case ATTN: return mc_attn_create(w->e, &attn, &x->a, &err);
-    case DELTA: return mc_delta_create(w->e, &delta, &x->d, &err);
-    case DENSE: return mc_moe_create(w->e, NULL, &moe, NULL, &x->m[0], &err);
+    case KV:
+        return mc_kv_create(w->e, &kv, &x->kv, &err);
+    case SESSION:
+        return mc_session_create(w->kv, &x->s, &err);
+    case FORK:
+        return mc_session_fork(base, &x->s, &err);
+    case SNAPSHOT:
+        return mc_session_snapshot(base, &err);
+    case LOAD:
+        return (int)mc_session_load(w->kv, saved, id, meta, 8, &x->s, &err);
+    case LINEAR:
+        return mc_linear_create(w->e, &m->head, 1, &x->l, &err);
+    case HEAD:
+        return mc_head_create(w->e, &m->final, w->out, CHUNK, &x->h, &err);
+    case ATTN:
+        return mc_attn_create(w->e, &attn, &x->a, &err);
+    case DELTA:
+        return mc_delta_create(w->e, &delta, &x->d, &err);
+    case DENSE:
+        return mc_moe_create(w->e, NULL, &moe, NULL, &x->m[0], &err);
     }
     rc = mc_store_create(w->e, 2, EXPERTS, TOP_K, MC_POLICY_AUTO, &x->store, &err);
     for (int i = 0; i < 2 && rc == MC_OK; i++) {
@@ -217,8 +227,13 @@ static void bad_tensors(target *t, mc_tensor *x, int64_t sizes[2], bool optional
                          no_size[] = {0, -1, INT64_MIN, INT64_MAX, 1ll << 62, 1ll << 33};
     const mc_tensor good = *x;
     const bool scaled = good.dtype == MC_F8E4M3;
-    const int64_t far[] = {-1, INT64_MIN, INT64_MAX, INT64_MAX - 4096, 1ll << 62,
-                           sizes[good.file], sizes[good.file] + 4096};
+    const int64_t far[] = {-1,
+                           INT64_MIN,
+                           INT64_MAX,
+                           INT64_MAX - 4096,
+                           1ll << 62,
+                           sizes[good.file],
+                           sizes[good.file] + 4096};
 #define BAD(field, value, type)                                                                    \
     do {                                                                                           \
         x->field = (type)(value);                                                                  \
@@ -292,8 +307,8 @@ static void check_descriptions(const model *m) {
         t.attn = m->attn[i];
         mc_attn_desc *d = &t.attn;
         mc_tensor *need[] = {&d->q, &d->k, &d->v, &d->o, &d->norm.weight},
-                  *may[] = {&d->q_norm.weight, &d->k_norm.weight, &d->q_bias, &d->k_bias,
-                            &d->v_bias, &d->o_bias};
+                  *may[] = {&d->q_norm.weight, &d->k_norm.weight, &d->q_bias,
+                            &d->k_bias,        &d->v_bias,        &d->o_bias};
         for (int k = 0; k < 5; k++) bad_tensors(&t, need[k], sizes, false);
         for (int k = 0; k < 6; k++)
             if (may[k]->file >= 0) bad_tensors(&t, may[k], sizes, true);
@@ -319,8 +334,9 @@ static void check_descriptions(const model *m) {
     }
     t.kind = 1;
     mc_delta_desc *d = &t.delta;
-    mc_tensor *parts[] = {&d->norm.weight, &d->qkv, &d->z, &d->b, &d->a, &d->conv, &d->a_log,
-                          &d->dt_bias, &d->out_norm.weight, &d->out};
+    mc_tensor *parts[] = {
+        &d->norm.weight,     &d->qkv, &d->z, &d->b, &d->a, &d->conv, &d->a_log, &d->dt_bias,
+        &d->out_norm.weight, &d->out};
     for (int k = 0; k < 10; k++) bad_tensors(&t, parts[k], sizes, false);
     INT(delta.layer, false);
     INT(delta.hidden, true);
@@ -333,9 +349,9 @@ static void check_descriptions(const model *m) {
     OK(create_target(&t));
     t.kind = 2;
     mc_moe_desc *o = &t.moe;
-    mc_tensor *of[] = {&o->norm.weight, &o->router, &o->shared.gate, &o->shared.up,
-                       &o->shared.down, &t.expert[0].gate, &t.expert[7].up,
-                       &t.expert[EXPERTS - 1].down};
+    mc_tensor *of[] = {
+        &o->norm.weight, &o->router,        &o->shared.gate, &o->shared.up,
+        &o->shared.down, &t.expert[0].gate, &t.expert[7].up, &t.expert[EXPERTS - 1].down};
     for (int k = 0; k < 8; k++) bad_tensors(&t, of[k], sizes, false);
     bad_tensors(&t, &o->shared_gate, sizes, true);
     INT(moe.layer, false);
@@ -365,8 +381,8 @@ static void check_kv_shapes(const model *m) {
     world w = open_world(m, PLAIN);
     mc_kv_desc good = kv_desc(PLAIN), d = good, most = good;
     mc_kv *kv = NULL;
-    int32_t *const small[] = {&d.n_attn, &d.n_kv_head, &d.head_dim, &d.dtype, &d.n_delta,
-                              &d.conv_dim, &d.conv_kernel, &d.n_v_head, &d.dk, &d.dv};
+    int32_t *const small[] = {&d.n_attn,   &d.n_kv_head,   &d.head_dim, &d.dtype, &d.n_delta,
+                              &d.conv_dim, &d.conv_kernel, &d.n_v_head, &d.dk,    &d.dv};
     static const int32_t bad[] = {-1, INT32_MIN, INT32_MAX, (1 << 24) + 1};
     static const int64_t worse[] = {-1, INT64_MIN, INT64_MAX, (1ll << 31) + 1};
     for (int i = 0; i < 12; i++)
@@ -402,20 +418,33 @@ static void check_rest(const model *m) {
         static const int32_t threads[] = {0, -1, INT32_MIN, 257}, lanes[] = {-1, 65},
                              io[] = {-1, 3};
         mc_engine_opts bad = o;
-        if (i < 4) bad.threads = threads[i];
-        else if (i < 6) bad.lanes = lanes[i - 4];
-        else if (i < 8) bad.io = io[i - 6];
-        else bad.isa = "mmx";
+        if (i < 4)
+            bad.threads = threads[i];
+        else if (i < 6)
+            bad.lanes = lanes[i - 4];
+        else if (i < 8)
+            bad.io = io[i - 6];
+        else
+            bad.isa = "mmx";
         CHECK(mc_engine_create(&bad, &e, &err) == MC_EINVAL && !e && err.message[0], "case %d", i);
     }
     CHECK(mc_engine_file(w.e, "/nowhere/x", &err) < 0 && err.sys == ENOENT, "%s", err.message);
-    static const int32_t shape[][4] = {{0, 8, 2, 1}, {-1, 8, 2, 1}, {1, 0, 1, 1}, {1, 8, 9, 1},
-                                       {1, 8, 0, 1}, {1, 8, -1, 1}, {INT32_MAX, INT32_MAX, 1, 1},
-                                       {1 << 16, 1 << 16, 1, 1}, {1, 8, 2, -1}, {1, 8, 2, 9},
+    static const int32_t shape[][4] = {{0, 8, 2, 1},
+                                       {-1, 8, 2, 1},
+                                       {1, 0, 1, 1},
+                                       {1, 8, 9, 1},
+                                       {1, 8, 0, 1},
+                                       {1, 8, -1, 1},
+                                       {INT32_MAX, INT32_MAX, 1, 1},
+                                       {1 << 16, 1 << 16, 1, 1},
+                                       {1, 8, 2, -1},
+                                       {1, 8, 2, 9},
                                        {1, 8, 2, MC_POLICY_BELADY}};
     for (int i = 0; i < 11; i++)
         CHECK(mc_store_create(w.e, shape[i][0], shape[i][1], shape[i][2], shape[i][3], &s, &err) ==
-                      MC_EINVAL && !s, "store %d", i);
+                      MC_EINVAL &&
+                  !s,
+              "store %d", i);
     static const int64_t slots[] = {0, -1, INT64_MIN, TOP_K - 1};
     for (int i = 0; i < 4; i++)
         CHECK(mc_store_resize(w.store, slots[i], &err) == MC_EBUDGET, "%s", err.message);

@@ -34,8 +34,7 @@ static bool pool_at_rest(const world *w) {
     for (int64_t i = 0; i < w->kv->n_page; i++)
         if (w->kv->page_refs[i]) return false;
     mc_kv_desc k = kv_desc(w->set);
-    return w->kv->n_free == w->kv->n_page &&
-           w->e->mem.now[MC_MEM_STATE] == mc_kv_pool_bytes(&k);
+    return w->kv->n_free == w->kv->n_page && w->e->mem.now[MC_MEM_STATE] == mc_kv_pool_bytes(&k);
 }
 
 /* ---- misuse ---- */
@@ -98,8 +97,8 @@ static void check_step_rules(const model *m) {
 
     /* a session of another shape: with fewer layers, other heads, a longer context */
     for (int i = 0; i < 6; i++) {
-        int32_t *const field[6] = {&other.n_attn, &other.n_kv_head, &other.head_dim,
-                                   &other.n_delta, &other.dk, &other.conv_dim};
+        int32_t *const field[6] = {&other.n_attn,  &other.n_kv_head, &other.head_dim,
+                                   &other.n_delta, &other.dk,        &other.conv_dim};
         int32_t was = *field[i];
         *field[i] = was - 1;
         OK(mc_kv_create(w.e, &other, &kv, &err));
@@ -200,7 +199,8 @@ static void check_full(const model *m) {
     OK(mc_session_fork(s, &f, &err));
     OK(run(&w, w.st, f, 0, 1, 1, last, &err));
     CHECK(w.kv->n_free == 0 && w.kv->page_refs[s->pages[0]] == 2 &&
-              w.kv->page_refs[s->pages[2]] == 1, "not copied");
+              w.kv->page_refs[s->pages[2]] == 1,
+          "not copied");
     OK(run(&w, w.st, s, 0, CTX - 150 - 8, CHUNK, last, &err)); /* its own page has room */
     FAILS(run(&w, w.st, s, 0, 1, 1, last, &err), MC_EFULL);
     FAILS(run(&w, w.st, b, 0, 1, 1, last, &err), MC_EFULL);
@@ -321,24 +321,55 @@ static void check_free_orders(const model *m) {
             int j = (int)rng_below(&r, (uint64_t)i + 1);
             order[i] = order[j], order[j] = i;
         }
-        for (int i = 0; i < 17; i++)
-            switch (order[i]) {
-            case 0: mc_engine_free(w.e); break;
-            case 1: mc_kv_free(w.kv); break;
-            case 2: mc_store_free(w.store); break;
-            case 3: mc_attn_free(w.attn[0]); break;
-            case 4: mc_attn_free(w.attn[1]); break;
-            case 5: mc_delta_free(w.delta[0]); break;
-            case 6: mc_delta_free(w.delta[1]); break;
-            case 7: mc_moe_free(w.moe[0]); break;
-            case 8: mc_moe_free(w.moe[1]); break;
-            case 9: mc_moe_free(w.moe[2]); break;
-            case 10: mc_linear_free(w.out); break;
-            case 11: mc_linear_free(w.table); break;
-            case 12: mc_head_free(w.head); break;
-            case 13: mc_session_free(s); break;
-            case 14: mc_session_free(f); break;
-            case 15: mc_session_free(g); break;
+        for (int i = 0; i < 17; i++) switch (order[i]) {
+            case 0:
+                mc_engine_free(w.e);
+                break;
+            case 1:
+                mc_kv_free(w.kv);
+                break;
+            case 2:
+                mc_store_free(w.store);
+                break;
+            case 3:
+                mc_attn_free(w.attn[0]);
+                break;
+            case 4:
+                mc_attn_free(w.attn[1]);
+                break;
+            case 5:
+                mc_delta_free(w.delta[0]);
+                break;
+            case 6:
+                mc_delta_free(w.delta[1]);
+                break;
+            case 7:
+                mc_moe_free(w.moe[0]);
+                break;
+            case 8:
+                mc_moe_free(w.moe[1]);
+                break;
+            case 9:
+                mc_moe_free(w.moe[2]);
+                break;
+            case 10:
+                mc_linear_free(w.out);
+                break;
+            case 11:
+                mc_linear_free(w.table);
+                break;
+            case 12:
+                mc_head_free(w.head);
+                break;
+            case 13:
+                mc_session_free(s);
+                break;
+            case 14:
+                mc_session_free(f);
+                break;
+            case 15:
+                mc_session_free(g);
+                break;
             default:
                 if (round % 4 == 0) mc_step_abort(w.st);
                 if (round % 4 == 1) mc_step_commit(w.st, &err);

@@ -6,8 +6,15 @@
 #include "blocks.h"
 #include "crc.h"
 
-enum { POS = 70, META = 5, HEADER = 168, AT_VERSION = 8, AT_POS = 144, AT_PAGES = 152,
-       AT_META = 160 };
+enum {
+    POS = 70,
+    META = 5,
+    HEADER = 168,
+    AT_VERSION = 8,
+    AT_POS = 144,
+    AT_PAGES = 152,
+    AT_META = 160
+};
 
 static mc_error err;
 static const uint8_t id[32] = {3, 1, 4};
@@ -78,10 +85,10 @@ static void check_damage(const world *w, const char *path, const uint8_t *data, 
 
 /* Header fields that make no sense under a CRC that is right. */
 static void check_hostile(const world *w, const char *path, const uint8_t *data, int64_t n) {
-    static const int64_t nasty[] = {-1, INT64_MIN, INT64_MAX, INT64_MAX - 167, 1ll << 62, 1ll << 32,
-                                    1ll << 31, CTX + 1, 0, 64};
-    static const int field[] = {AT_POS, AT_PAGES, AT_META, AT_VERSION, 48, 56, 64, 72, 80, 88, 96,
-                                104, 112, 120, 128, 136};
+    static const int64_t nasty[] = {
+        -1, INT64_MIN, INT64_MAX, INT64_MAX - 167, 1ll << 62, 1ll << 32, 1ll << 31, CTX + 1, 0, 64};
+    static const int field[] = {AT_POS, AT_PAGES, AT_META, AT_VERSION, 48,  56,  64,  72,
+                                80,     88,       96,      104,        112, 120, 128, 136};
     uint8_t *bad = test_alloc((size_t)n);
     mci_crc *c = test_alloc(sizeof *c);
     for (size_t i = 0; i < sizeof field / sizeof *field; i++)

@@ -30,8 +30,12 @@ static uint8_t pattern(int64_t file, int64_t i) {
 }
 
 static mc_tensor place(model *m, rng *r, int file, int dtype, int64_t rows, int64_t cols) {
-    mc_tensor t = {.file = file, .dtype = dtype, .offset = m->size[file], .rows = rows,
-                   .cols = cols, .scale_file = -1};
+    mc_tensor t = {.file = file,
+                   .dtype = dtype,
+                   .offset = m->size[file],
+                   .rows = rows,
+                   .cols = cols,
+                   .scale_file = -1};
     m->size[file] += rows * cols * mci_dtype_get(dtype)->bytes;
     if (!mci_dtype_get(dtype)->scaled) return t;
     t.scale_file = 2; /* the scales apart, sometimes with a hole between them */
@@ -120,8 +124,8 @@ static bool bytes_right(const uint8_t *p, int64_t file, int64_t offset, int64_t 
 }
 
 static bool mat_right(const mci_mat *v, const mc_tensor *t) {
-    int64_t scales = (t->rows + 127) / 128 * ((t->cols + 127) / 128) *
-                     (t->scale_dtype == MC_BF16 ? 2 : 4);
+    int64_t scales =
+        (t->rows + 127) / 128 * ((t->cols + 127) / 128) * (t->scale_dtype == MC_BF16 ? 2 : 4);
     return v->rows == t->rows && v->cols == t->cols && v->dtype == t->dtype &&
            (v->scale != NULL) == (t->scale_file >= 0) &&
            bytes_right(v->data, t->file, t->offset,
@@ -288,8 +292,13 @@ static void check_random(const model *m, int policy, int lanes, int io, int64_t 
 }
 
 static mc_tensor tensor(int file, int64_t offset, int64_t rows, int64_t cols, int dtype) {
-    return (mc_tensor){.file = file, .dtype = dtype, .offset = offset, .rows = rows, .cols = cols,
-                       .scale_file = dtype == MC_F8E4M3 ? 0 : -1, .scale_dtype = MC_BF16};
+    return (mc_tensor){.file = file,
+                       .dtype = dtype,
+                       .offset = offset,
+                       .rows = rows,
+                       .cols = cols,
+                       .scale_file = dtype == MC_F8E4M3 ? 0 : -1,
+                       .scale_dtype = MC_BF16};
 }
 
 static void check_bind_errors(const model *m) {
@@ -304,28 +313,48 @@ static void check_bind_errors(const model *m) {
     CHECK(mc_store_create(e, 1 << 20, 1 << 20, 1, MC_POLICY_LRU, &s, &err) == MC_EINVAL, "items");
     CHECK(mc_store_create(e, L, E, TOP_K, MC_POLICY_LRU, &s, &err) == MC_OK, "%s", err.message);
     CHECK(!strcmp(e->stats.policy, "lru"), "told");
-    CHECK(mci_store_bind(s, LAYER(0, E - 1, TOP_K, HIDDEN, WIDTH), m->expert[0], &err) == MC_EINVAL &&
-              mci_store_bind(s, LAYER(0, E, TOP_K + 1, HIDDEN, WIDTH), m->expert[0], &err) == MC_EINVAL,
+    CHECK(mci_store_bind(s, LAYER(0, E - 1, TOP_K, HIDDEN, WIDTH), m->expert[0], &err) ==
+                  MC_EINVAL &&
+              mci_store_bind(s, LAYER(0, E, TOP_K + 1, HIDDEN, WIDTH), m->expert[0], &err) ==
+                  MC_EINVAL,
           "another number of experts, a larger top-k");
     for (int x = 0; x < E; x++)
         if (m->expert[0][x].down.dtype == MC_F8E4M3) f8 = x;
     CHECK(f8 >= 0, "the model has no scaled matrix");
     int64_t total = e->mem.total;
     for (int c = 0; c < 9 && f8 >= 0; c++) {
-        static const int want[9] = {MC_EFORMAT, MC_EFORMAT, MC_EIO, MC_ERANGE, MC_EFORMAT,
-                                    MC_EIO, MC_EIO, MC_EFORMAT, MC_ERANGE};
+        static const int want[9] = {MC_EFORMAT, MC_EFORMAT, MC_EIO,     MC_ERANGE, MC_EFORMAT,
+                                    MC_EIO,     MC_EIO,     MC_EFORMAT, MC_ERANGE};
         bad = *m;
         mc_tensor *t = &bad.expert[0][f8].down;
         switch (c) {
-        case 0: t->cols++; break;
-        case 1: t->dtype = 9; break;
-        case 2: t->offset = m->size[t->file] - 10; break;
-        case 3: t->file = 40; break;
-        case 4: t->scale_file = -1; break;
-        case 5: t->scale_offset = m->size[2]; break;
-        case 6: t->offset = -1; break;
-        case 7: t->scale_dtype = MC_F16; break;
-        case 8: t->scale_file = 40; break;
+        case 0:
+            t->cols++;
+            break;
+        case 1:
+            t->dtype = 9;
+            break;
+        case 2:
+            t->offset = m->size[t->file] - 10;
+            break;
+        case 3:
+            t->file = 40;
+            break;
+        case 4:
+            t->scale_file = -1;
+            break;
+        case 5:
+            t->scale_offset = m->size[2];
+            break;
+        case 6:
+            t->offset = -1;
+            break;
+        case 7:
+            t->scale_dtype = MC_F16;
+            break;
+        case 8:
+            t->scale_file = 40;
+            break;
         }
         if (c == 6) t->offset = INT64_MIN;
         mci_enter(e, &err);
@@ -333,8 +362,9 @@ static void check_bind_errors(const model *m) {
         mci_leave(e);
         CHECK(rc == (c == 6 ? MC_EFORMAT : want[c]), "case %d: %d, %s", c, rc, err.message);
         CHECK(strstr(err.message, "expert"), "which one? %s", err.message);
-        if (c == 2) CHECK(strstr(err.message, m->path[t->file]) && strstr(err.message, "got 10"),
-                          "%s", err.message);
+        if (c == 2)
+            CHECK(strstr(err.message, m->path[t->file]) && strstr(err.message, "got 10"), "%s",
+                  err.message);
         CHECK(e->mem.total == total, "case %d leaks", c);
     }
     CHECK(mc_store_open(s, TOP_K, &err) == MC_EINVAL, "layers missing: %s", err.message);
@@ -344,7 +374,8 @@ static void check_bind_errors(const model *m) {
     CHECK(mci_store_begin(s, 0, ids, 1, &err) == MC_EINVAL, "not open");
     CHECK(mc_store_resize(s, 10, &err) == MC_EINVAL, "not open");
     CHECK(mc_store_open(s, TOP_K - 1, &err) == MC_EBUDGET && strstr(err.message, "3 slots") &&
-              strstr(err.message, "at least 4"), "%s", err.message);
+              strstr(err.message, "at least 4"),
+          "%s", err.message);
     e->mem.budget = e->mem.total + 100000;
     CHECK(mc_store_open(s, L * E, &err) == MC_EBUDGET, "%s", err.message);
     e->mem.budget = 0;
@@ -365,7 +396,8 @@ static void check_bind_errors(const model *m) {
     mci_store_done(s, 99);
     mci_store_end(s);
     CHECK(mci_store_begin(s, 0, ids, 0, &err) == MC_OK &&
-              mci_store_next(s, NULL, 0, true, &err) == 0, "an empty line");
+              mci_store_next(s, NULL, 0, true, &err) == 0,
+          "an empty line");
     mci_store_end(s);
     mc_engine_free(e); /* parents may go first */
     mc_store_free(s);
@@ -402,7 +434,8 @@ static void check_truncated(const model *m) {
     CHECK(truncate(m->path[0], 100) == 0 && truncate(m->path[1], 100) == 0, "truncate");
     CHECK(mci_store_begin(s, L - 1, &id, 1, &err) == MC_OK, "%s", err.message);
     CHECK(mci_store_next(s, v, E, true, &err) == MC_EIO && strstr(err.message, "end of file") &&
-              strstr(err.message, dir), "%s", err.message);
+              strstr(err.message, dir),
+          "%s", err.message);
     mci_store_end(s);
     write_model(m);
     CHECK(mci_store_begin(s, L - 1, &id, 1, &err) == MC_OK &&
@@ -488,7 +521,8 @@ static void check_memory_returned(void) {
         for (int i = N; i-- > 0;) {
             int n = mci_store_begin(s, 0, &ids[i], 1, &err);
             CHECK(n == MC_OK && mci_store_next(s, v, N, true, &err) == 1 &&
-                      v[0].gate.data[0] == i + 1, "expert %d: %s", i, err.message);
+                      v[0].gate.data[0] == i + 1,
+                  "expert %d: %s", i, err.message);
             mci_store_end(s);
         }
         for (int i = 0; i < N; i++) { /* so that the last ids are the most recent */
