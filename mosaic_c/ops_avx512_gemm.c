@@ -1,12 +1,11 @@
 /* ops_avx512_gemm.c - weights times activations with AVX-512 F, BW, DQ and VL.
  *
- * A register holds the 8 lanes of two rows, a pair: x is broadcast to both halves, a vector with
- * two values scales them, and each half goes down the lane tree alone.
- *
- *   few tokens    4 pairs decoded on the fly for up to 4 tokens. The rows lie an eighth of the
- *                 range apart, so memory sees 8 long sequential streams.
- *   many tokens   4 pairs x 512 columns decoded once into a tile on the stack, then 4 pairs x 4
- *                 tokens at a time: 16 accumulators, which also hide the latency of the fma.
+ * Few tokens: four rows lie side by side in a register, 128 bits each, a quad. Loads broadcast 16
+ * bytes of each row to its place, and unpacking inside 128 bits widens them, which is cheaper than
+ * conversion: it leaves 4 columns of 4 rows in a register, so columns 0..3 of eight meet lanes 0..3
+ * in one accumulator, columns 4..7 lanes 4..7 in another, and x is 4 floats broadcast. Two quads
+ * are decoded on the fly for up to 4 tokens. Their rows lie an eighth of the range apart, so memory
+ * sees 8 long sequential streams. Many tokens: ops_avx512_tile.c.
  *
  * A partial last K block is copied and padded, weights with +0 and x with -0: the products are -0,
  * the addend that changes nothing. A NaN weight makes the row's result NaN whatever x is, so FP8
@@ -19,76 +18,63 @@
 #include <math.h>
 
 enum {
-    PAIRS = 4,
-    ROWS = 2 * PAIRS,
-    DIRECT_TOK = 4,                 /* tokens that share one decode */
-    STEP = 16,                      /* columns decoded at a time */
-    AHEAD = 1024,                   /* bytes a stream is prefetched */
-    TILE_BLOCKS = 4,                /* K blocks in a tile: 8 x 512 floats, 16 KB */
-    TILE_COLS = TILE_BLOCKS * MCI_BLOCK,
-    TOK = 96,                       /* tokens per pass over the weights; totals take 24 KB */
+    QUADS = 2,
+    ROWS = 4 * QUADS,
+    DIRECT_TOK = 4, /* tokens that share one decode */
+    STEP = 16,      /* columns decoded at a time */
+    AHEAD = 1024,   /* bytes a stream is prefetched */
 };
 
-/* FP8 for tokens whose x is small: a kernel of its own, not a storage type. */
-enum { F8 = MC_F8E4M3, F8_SMALL = 100 };
-
-AVX512_INLINE bool is_f8(int dtype) { return dtype == F8 || dtype == F8_SMALL; }
-AVX512_INLINE int size_of(int dtype) { return dtype == MC_F32 ? 4 : is_f8(dtype) ? 1 : 2; }
-
-AVX512_INLINE __m128i load16(const uint8_t *p) {
-    return _mm_loadu_si128((const __m128i *)(const void *)p);
+/* Sixteen bytes of each of four rows. */
+AVX512_INLINE __m512i load_quad(const uint8_t *const *p, int64_t at) {
+    __m512i v = _mm512_broadcast_i32x4(load16(p[0] + at));
+    v = _mm512_mask_broadcast_i32x4(v, 0x00f0, load16(p[1] + at));
+    v = _mm512_mask_broadcast_i32x4(v, 0x0f00, load16(p[2] + at));
+    return _mm512_mask_broadcast_i32x4(v, 0xf000, load16(p[3] + at));
 }
 
-AVX512_INLINE __m256 load_f32(const uint8_t *p) {
-    return _mm256_loadu_ps((const float *)(const void *)p);
+/* Words as the upper halves of 32 bits: columns 0..3 and 4..7. */
+AVX512_INLINE void widen_quad(__m512i words, __m512 v[2]) {
+    const __m512i zero = _mm512_setzero_si512();
+    v[0] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(zero, words));
+    v[1] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(zero, words));
 }
 
-/* Byte i .. i+7 of the first and of the second row, each as the top byte of 32 bits, the rest 0. */
-AVX512_INLINE __m512i top_bytes(__m512i rows, const int i) {
-    const int t = (int)0x00808080;
-    const __m512i at = _mm512_broadcast_i32x8(_mm256_setr_epi32(
-        i << 24 | t, (i + 1) << 24 | t, (i + 2) << 24 | t, (i + 3) << 24 | t, (i + 4) << 24 | t,
-        (i + 5) << 24 | t, (i + 6) << 24 | t, (i + 7) << 24 | t));
-    return _mm512_shuffle_epi8(rows, at);
-}
-
-/*   byte     s eeee mmm                          exponent bias 7
+/* Columns at .. at+15 of four rows as f32, exactly, four columns in each v; of FP8 all but the NaN
+ * codes.
+ *
+ *   byte     s eeee mmm                          exponent bias 7
  *   f32      s 0000eeee mmm00000000000000000000  bias 127: 2^-120 of the value
  *
+ * The upper half of the f32 is the byte as the top of a word, shifted right by 4 with its sign.
  * F8_SMALL leaves it at that and x is multiplied by 2^120 instead, once for all rows; the products
  * are the same. F8 scales the weight by an exact fma; its addend -0 keeps the sign of 0. */
-AVX512_INLINE __m512 f8_value(__m512i top, const int dtype) {
-    __m512 v = _mm512_castsi512_ps(
-        _mm512_and_si512(_mm512_srai_epi32(top, 4), _mm512_set1_epi32((int)0x87f00000u)));
-    if (dtype == F8_SMALL) return v;
-    return _mm512_fmadd_ps(v, _mm512_set1_ps(0x1p+120f), _mm512_set1_ps(-0.0f));
-}
-
-/* Sixteen weights of row a and of row b as f32, exactly; of FP8 all but the NaN codes. v[0]: the
- * first eight of a, then of b; v[1]: the other eight of both. */
-AVX512_INLINE void decode_pair(const uint8_t *a, const uint8_t *b, __m512 v[2], const int dtype) {
-    if (is_f8(dtype)) { /* both rows' bytes twice, so that a shuffle inside 128 bits finds them */
-        __m512i rows = _mm512_mask_broadcast_i64x2(_mm512_broadcast_i64x2(load16(a)), 0xf0,
-                                                   load16(b));
-        v[0] = f8_value(top_bytes(rows, 0), dtype);
-        v[1] = f8_value(top_bytes(rows, 8), dtype);
-        return;
-    }
-    for (int i = 0; i < 2; i++) {
-        if (dtype == MC_F32) {
-            v[i] = two_halves(load_f32(a + 32 * i), load_f32(b + 32 * i));
-            continue;
+AVX512_INLINE void decode_quad(const uint8_t *const *p, int64_t at, __m512 v[4], watch *nan,
+                               const int dtype) {
+    if (is_f8(dtype)) {
+        const __m512i keep = _mm512_set1_epi16((int16_t)0x87f0), zero = _mm512_setzero_si512();
+        const __m512i b = load_quad(p, at);
+        watch_64(nan, b);
+        const __m512i low = _mm512_unpacklo_epi8(zero, b), high = _mm512_unpackhi_epi8(zero, b);
+        widen_quad(_mm512_and_si512(_mm512_srai_epi16(low, 4), keep), v);
+        widen_quad(_mm512_and_si512(_mm512_srai_epi16(high, 4), keep), v + 2);
+        if (dtype == F8)
+            UNROLL for (int i = 0; i < 4; i++)
+                v[i] = _mm512_fmadd_ps(v[i], _mm512_set1_ps(0x1p+120f), _mm512_set1_ps(-0.0f));
+    } else if (dtype == MC_BF16) {
+        widen_quad(load_quad(p, 2 * at), v);
+        widen_quad(load_quad(p, 2 * at + 16), v + 2);
+    } else if (dtype == MC_F16) {
+        const __m512i even_odd = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+        UNROLL for (int i = 0; i < 2; i++) {
+            __m512i h = _mm512_permutexvar_epi64(even_odd, load_quad(p, 2 * at + 16 * i));
+            v[2 * i] = _mm512_cvtph_ps(_mm512_castsi512_si256(h));
+            v[2 * i + 1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1));
         }
-        __m256i h = _mm256_inserti128_si256(_mm256_castsi128_si256(load16(a + 16 * i)),
-                                            load16(b + 16 * i), 1);
-        v[i] = dtype == MC_F16 ? _mm512_cvtph_ps(h)
-             : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+    } else {
+        UNROLL for (int i = 0; i < 4; i++)
+            v[i] = _mm512_castsi512_ps(load_quad(p, 4 * at + 16 * i));
     }
-}
-
-AVX512_INLINE __m512 load_x(const float *x, const int dtype) {
-    __m512 v = both_halves(_mm256_loadu_ps(x));
-    return dtype == F8_SMALL ? _mm512_mul_ps(v, _mm512_set1_ps(0x1p+120f)) : v;
 }
 
 /* No finite |x| reaches 128, so x * 2^120 is exact. Infinity and NaN scale to themselves. */
@@ -99,44 +85,6 @@ AVX512 static bool is_small(const float *x, int64_t n) {
         if (_mm512_cmp_ps_mask(a, _mm512_set1_ps(128.0f), _CMP_GE_OQ)) return false;
     }
     return true;
-}
-
-/* Stays in a register: compilers fold a load into each fma that uses it, and then the load ports,
- * not the fma units, set the pace. */
-AVX512_INLINE __m512 in_register(__m512 v) {
-    __asm__("" : "+v"(v));
-    return v;
-}
-
-/* ---- NaN codes of FP8 ------------------------------------------------------------------------ */
-
-typedef struct watch {
-    __m512i smax, umax; /* 0x7f is the largest signed byte, 0xff the largest unsigned one */
-} watch;
-
-AVX512_INLINE watch watch_none(void) {
-    return (watch){_mm512_setzero_si512(), _mm512_setzero_si512()};
-}
-
-AVX512_INLINE void watch_bytes(watch *w, const uint8_t *p, int64_t n) {
-    for (int64_t i = 0; i < n; i += 64) {
-        __mmask64 in = n - i >= 64 ? ~0ull : (1ull << (n - i)) - 1;
-        __m512i v = n - i >= 64 ? _mm512_loadu_si512(p + i) : _mm512_maskz_loadu_epi8(in, p + i);
-        w->smax = _mm512_max_epi8(w->smax, v);
-        w->umax = _mm512_max_epu8(w->umax, v);
-    }
-}
-
-AVX512_INLINE bool watch_saw(const watch *w) {
-    return (_mm512_cmpeq_epi8_mask(w->smax, _mm512_set1_epi8(0x7f)) |
-            _mm512_cmpeq_epi8_mask(w->umax, _mm512_set1_epi8(-1))) != 0;
-}
-
-/* Rare: some row of the group has a NaN code. Which? */
-AVX512 static bool row_has_nan(const uint8_t *p, int64_t n) {
-    watch w = watch_none();
-    watch_bytes(&w, p, n);
-    return watch_saw(&w);
 }
 
 /* ---- scales ---------------------------------------------------------------------------------- */
@@ -151,47 +99,55 @@ AVX512_INLINE float scale_at(const mci_mat *w, const uint8_t *row, int64_t b) {
                                      : mci_f32(mci_u32(row + 4 * b));
 }
 
-/* ---- few tokens: decode on the fly ----------------------------------------------------------- */
+/* The scale of four rows in K block b, each in its 128 bits. */
+AVX512_INLINE __m512 quad_scale(const mci_mat *w, const uint8_t *const *row, int64_t b) {
+    const __m512i spread = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    __m128 s = _mm_setr_ps(scale_at(w, row[0], b), scale_at(w, row[1], b), scale_at(w, row[2], b),
+                           scale_at(w, row[3], b));
+    return _mm512_permutexvar_ps(spread, _mm512_broadcast_f32x4(s));
+}
 
-#define UNROLL _Pragma("GCC unroll 8")
+/* ---- the dot product ------------------------------------------------------------------------- */
 
-/* acc[i][t] = the dot product of n columns (a multiple of 16) of np pairs and nt tokens, in lanes.
- * All but n, and for a whole block n too, are constants where this is inlined. */
-AVX512_INLINE void dot_block(const uint8_t *const *p, const int np, const float *const *x,
-                             const int nt, int64_t n, __m512 acc[PAIRS][DIRECT_TOK], watch *nan,
-                             const int dtype) {
-    const int size = size_of(dtype);
-    UNROLL for (int r = 0; r < 2 * np; r++) {
-        for (int i = 0; i < MCI_BLOCK * size; i += 64)
+typedef __m512 sums[QUADS][DIRECT_TOK][2]; /* [2]: lanes 0..3 and 4..7 of four rows */
+
+/* acc = the dot products of n columns (a multiple of 16) of nq quads and nt tokens. All but n, and
+ * for a whole block n too, are constants where this is inlined. */
+AVX512_INLINE void dot_block(const uint8_t *const *p, const int nq, const float *const *x,
+                             const int nt, int64_t n, sums acc, watch *nan, const int dtype) {
+    _Alignas(64) float scaled[DIRECT_TOK][MCI_BLOCK];
+    const float *xp[DIRECT_TOK];
+    UNROLL for (int r = 0; r < 4 * nq; r++)
+        for (int i = 0; i < MCI_BLOCK * size_of(dtype); i += 64)
             _mm_prefetch((const char *)p[r] + AHEAD + i, _MM_HINT_T0);
-        if (is_f8(dtype)) watch_bytes(nan, p[r], n);
+    UNROLL for (int t = 0; t < nt; t++) {
+        xp[t] = dtype == F8_SMALL ? scaled[t] : x[t];
+        for (int64_t c = 0; c < n && dtype == F8_SMALL; c += 16)
+            _mm512_store_ps(scaled[t] + c, _mm512_mul_ps(_mm512_loadu_ps(x[t] + c),
+                                                         _mm512_set1_ps(0x1p+120f)));
+        UNROLL for (int q = 0; q < nq; q++)
+            acc[q][t][0] = acc[q][t][1] = _mm512_setzero_ps();
     }
-    UNROLL for (int i = 0; i < np; i++)
-        UNROLL for (int t = 0; t < nt; t++) acc[i][t] = _mm512_setzero_ps();
     for (int64_t c = 0; c < n; c += STEP) {
-        __m512 xv[DIRECT_TOK][2];
-        UNROLL for (int t = 0; t < nt; t++)
-            UNROLL for (int k = 0; k < 2; k++)
-                xv[t][k] = in_register(load_x(x[t] + c + 8 * k, dtype));
-        UNROLL for (int i = 0; i < np; i++) {
-            __m512 v[2];
-            decode_pair(p[2 * i] + c * size, p[2 * i + 1] + c * size, v, dtype);
-            UNROLL for (int k = 0; k < 2; k++)
-                UNROLL for (int t = 0; t < nt; t++)
-                    acc[i][t] = _mm512_fmadd_ps(v[k], xv[t][k], acc[i][t]);
-        }
+        __m512 v[QUADS][4];
+        UNROLL for (int q = 0; q < nq; q++) decode_quad(p + 4 * q, c, v[q], nan, dtype);
+        UNROLL for (int i = 0; i < 4; i++)
+            UNROLL for (int t = 0; t < nt; t++) {
+                __m512 xv = in_register(_mm512_broadcast_f32x4(_mm_loadu_ps(xp[t] + c + 4 * i)));
+                UNROLL for (int q = 0; q < nq; q++)
+                    acc[q][t][i & 1] = _mm512_fmadd_ps(v[q][i], xv, acc[q][t][i & 1]);
+            }
     }
 }
 
 /* The same for the last n < 128 columns, from padded copies. */
-AVX512_INLINE void dot_tail(const uint8_t *const *p, const int np, const float *const *x,
-                            const int nt, int64_t n, __m512 acc[PAIRS][DIRECT_TOK], watch *nan,
-                            const int dtype) {
+AVX512_INLINE void dot_tail(const uint8_t *const *p, const int nq, const float *const *x,
+                            const int nt, int64_t n, sums acc, watch *nan, const int dtype) {
     uint8_t w[ROWS][MCI_BLOCK * 4] = {{0}};
     float xs[DIRECT_TOK][MCI_BLOCK];
     const uint8_t *wp[ROWS];
     const float *xp[DIRECT_TOK];
-    for (int r = 0; r < 2 * np; r++) {
+    for (int r = 0; r < 4 * nq; r++) {
         memcpy(w[r], p[r], (size_t)(n * size_of(dtype)));
         wp[r] = w[r];
     }
@@ -199,50 +155,57 @@ AVX512_INLINE void dot_tail(const uint8_t *const *p, const int np, const float *
         for (int64_t c = 0; c < MCI_BLOCK; c++) xs[t][c] = c < n ? x[t][c] : -0.0f;
         xp[t] = xs[t];
     }
-    dot_block(wp, np, xp, nt, (n + STEP - 1) / STEP * STEP, acc, nan, dtype);
+    dot_block(wp, nq, xp, nt, (n + STEP - 1) / STEP * STEP, acc, nan, dtype);
 }
 
-/* y[t][row[r]] for np pairs of rows and nt tokens. */
-AVX512_INLINE void dot_rows(const mci_mat *w, const int64_t *row, const int np,
+/* The lane trees of four rows. */
+AVX512_INLINE __m128 quad_tree(const __m512 tot[2]) {
+    __m512 a = _mm512_add_ps(tot[0], tot[1]);
+    a = _mm512_add_ps(a, _mm512_shuffle_ps(a, a, 0x4e));
+    a = _mm512_add_ps(a, _mm512_movehdup_ps(a));
+    return _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, a));
+}
+
+/* y[t][row[r]] for nq quads of rows and nt tokens. */
+AVX512_INLINE void dot_rows(const mci_mat *w, const int64_t *row, const int nq,
                             const float *const *x, const int nt, float *const *y,
                             const int dtype) {
     const int size = size_of(dtype);
     const int64_t K = w->cols;
     const uint8_t *p[ROWS], *scale[ROWS]; /* scale: of the row's first block */
     const float *xp[DIRECT_TOK];
-    __m512 tot[PAIRS][DIRECT_TOK], acc[PAIRS][DIRECT_TOK];
+    sums tot, acc;
     watch nan = watch_none();
     UNROLL for (int t = 0; t < nt; t++) xp[t] = x[t];
-    UNROLL for (int r = 0; r < 2 * np; r++) {
+    UNROLL for (int r = 0; r < 4 * nq; r++) {
         p[r] = w->data + row[r] * K * size;
         scale[r] = is_f8(dtype) ? scale_row(w, row[r]) : NULL;
     }
-    UNROLL for (int i = 0; i < np; i++)
-        UNROLL for (int t = 0; t < nt; t++) tot[i][t] = _mm512_setzero_ps();
+    UNROLL for (int q = 0; q < nq; q++)
+        UNROLL for (int t = 0; t < nt; t++) tot[q][t][0] = tot[q][t][1] = _mm512_setzero_ps();
     for (int64_t b = 0; b < mci_mat_blocks(w); b++) {
         const int64_t left = K - b * MCI_BLOCK;
         if (left >= MCI_BLOCK)
-            dot_block(p, np, xp, nt, MCI_BLOCK, acc, &nan, dtype);
+            dot_block(p, nq, xp, nt, MCI_BLOCK, acc, &nan, dtype);
         else
-            dot_tail(p, np, xp, nt, left, acc, &nan, dtype);
-        UNROLL for (int i = 0; i < np; i++) {
-            __m512 s = is_f8(dtype) ? two_scalars(scale_at(w, scale[2 * i], b),
-                                                  scale_at(w, scale[2 * i + 1], b))
-                                    : _mm512_set1_ps(1.0f);
+            dot_tail(p, nq, xp, nt, left, acc, &nan, dtype);
+        UNROLL for (int q = 0; q < nq; q++) {
+            __m512 s = is_f8(dtype) ? quad_scale(w, scale + 4 * q, b) : _mm512_set1_ps(1.0f);
             UNROLL for (int t = 0; t < nt; t++)
-                tot[i][t] = _mm512_fmadd_ps(acc[i][t], s, tot[i][t]);
-            p[2 * i] += MCI_BLOCK * size;
-            p[2 * i + 1] += MCI_BLOCK * size;
+                UNROLL for (int k = 0; k < 2; k++)
+                    tot[q][t][k] = _mm512_fmadd_ps(acc[q][t][k], s, tot[q][t][k]);
         }
+        UNROLL for (int r = 0; r < 4 * nq; r++) p[r] += MCI_BLOCK * size;
         UNROLL for (int t = 0; t < nt; t++) xp[t] += MCI_BLOCK;
     }
-    UNROLL for (int i = 0; i < np; i++)
+    UNROLL for (int q = 0; q < nq; q++)
         UNROLL for (int t = 0; t < nt; t++) {
-            y[t][row[2 * i]] = low_tree(tot[i][t]);
-            y[t][row[2 * i + 1]] = high_tree(tot[i][t]);
+            float out[4];
+            _mm_storeu_ps(out, quad_tree(tot[q][t]));
+            UNROLL for (int r = 0; r < 4; r++) y[t][row[4 * q + r]] = out[r];
         }
     if (!is_f8(dtype) || !watch_saw(&nan)) return;
-    for (int r = 0; r < 2 * np; r++)
+    for (int r = 0; r < 4 * nq; r++)
         if (row_has_nan(w->data + row[r] * K, K))
             for (int t = 0; t < nt; t++) y[t][row[r]] = NAN;
 }
@@ -252,145 +215,23 @@ AVX512_INLINE int64_t next_tokens(int64_t left) {
     return left == 5 || left == 6 ? 3 : MCI_MIN(left, (int64_t)DIRECT_TOK);
 }
 
-/* ---- many tokens: decode once into a tile ---------------------------------------------------- */
-
-typedef struct tile {
-    float w[PAIRS][TILE_COLS / 8][16]; /* padded with +0 to a multiple of 16 columns */
-    float scale[TILE_BLOCKS][PAIRS][16];
-} tile;
-
-/* Row r and columns k0 .. k0+n of eight rows; those past `last` repeat it. */
-AVX512_INLINE void fill_tile(tile *m, const mci_mat *w, int64_t r, int64_t last, int64_t k0,
-                             int64_t n, watch *nan, const int dtype) {
-    const int size = size_of(dtype);
-    for (int i = 0; i < PAIRS; i++) {
-        const int64_t ra = MCI_MIN(r + 2 * i, last), rb = MCI_MIN(ra + 1, last);
-        const uint8_t *a = w->data + (ra * w->cols + k0) * size;
-        const uint8_t *b = w->data + (rb * w->cols + k0) * size;
-        if (is_f8(dtype)) {
-            watch_bytes(nan, a, n);
-            watch_bytes(nan, b, n);
-        }
-        __m512 v[2];
-        int64_t c = 0;
-        for (; c + STEP <= n; c += STEP) {
-            decode_pair(a + c * size, b + c * size, v, dtype);
-            _mm512_store_ps(m->w[i][c / 8], v[0]);
-            _mm512_store_ps(m->w[i][c / 8 + 1], v[1]);
-        }
-        if (c < n) {
-            uint8_t ta[STEP * 4] = {0}, tb[STEP * 4] = {0};
-            memcpy(ta, a + c * size, (size_t)((n - c) * size));
-            memcpy(tb, b + c * size, (size_t)((n - c) * size));
-            decode_pair(ta, tb, v, dtype);
-            _mm512_store_ps(m->w[i][c / 8], v[0]);
-            _mm512_store_ps(m->w[i][c / 8 + 1], v[1]);
-        }
-        for (int64_t k = 0; k * MCI_BLOCK < n; k++)
-            _mm512_store_ps(m->scale[k][i],
-                            two_scalars(mci_mat_scale(w, ra, k0 / MCI_BLOCK + k),
-                                        mci_mat_scale(w, rb, k0 / MCI_BLOCK + k)));
-    }
-}
-
-/* tot (nt, PAIRS, 16) += the tile's n columns times x, block by block; nt is a constant. */
-AVX512_INLINE void tile_times(const tile *m, int64_t n, const float *const *x, const int nt,
-                              float *tot) {
-    const float *xp[DIRECT_TOK];
-    for (int t = 0; t < nt; t++) xp[t] = x[t];
-    for (int64_t b = 0; b * MCI_BLOCK < n; b++) {
-        const int64_t c0 = b * MCI_BLOCK, end = MCI_MIN(n, c0 + MCI_BLOCK);
-        __m512 acc[PAIRS][DIRECT_TOK];
-        UNROLL for (int i = 0; i < PAIRS; i++)
-            UNROLL for (int t = 0; t < nt; t++) acc[i][t] = _mm512_setzero_ps();
-        int64_t c = c0;
-        for (; c + 8 <= end; c += 8) {
-            __m512 xv[DIRECT_TOK];
-            UNROLL for (int t = 0; t < nt; t++)
-                xv[t] = in_register(both_halves(_mm256_loadu_ps(xp[t] + c)));
-            UNROLL for (int i = 0; i < PAIRS; i++) {
-                __m512 v = in_register(_mm512_load_ps(m->w[i][c / 8]));
-                UNROLL for (int t = 0; t < nt; t++)
-                    acc[i][t] = _mm512_fmadd_ps(v, xv[t], acc[i][t]);
-            }
-        }
-        if (c < end)
-            UNROLL for (int t = 0; t < nt; t++) {
-                __m512 xv = both_halves(load_negzero(xp[t] + c, end - c));
-                UNROLL for (int i = 0; i < PAIRS; i++)
-                    acc[i][t] = _mm512_fmadd_ps(_mm512_load_ps(m->w[i][c / 8]), xv, acc[i][t]);
-            }
-        UNROLL for (int i = 0; i < PAIRS; i++) {
-            __m512 s = _mm512_load_ps(m->scale[b][i]);
-            UNROLL for (int t = 0; t < nt; t++) {
-                float *at = tot + (t * PAIRS + i) * 16;
-                _mm512_store_ps(at, _mm512_fmadd_ps(acc[i][t], s, _mm512_load_ps(at)));
-            }
-        }
-    }
-}
-
-#define TIMES(nt)                                                                                  \
-    AVX512 static __attribute__((noinline)) void times_##nt(                                       \
-        const tile *m, int64_t n, const float *const *x, float *tot) {                             \
-        tile_times(m, n, x, nt, tot);                                                              \
-    }
-TIMES(1)
-TIMES(2)
-TIMES(3)
-TIMES(4)
-
-AVX512_INLINE void many_tokens(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x,
-                               int64_t n_tok, float *const *y, const int dtype) {
-    static void (*const times[])(const tile *, int64_t, const float *const *, float *) = {
-        times_1, times_2, times_3, times_4};
-    const int64_t K = w->cols;
-    _Alignas(64) float tot[TOK * PAIRS * 16];
-    _Alignas(64) tile m;
-    for (int64_t r = r0; r < r1; r += ROWS) {
-        const int64_t nr = MCI_MIN(r1 - r, (int64_t)ROWS);
-        watch nan = watch_none();
-        memset(tot, 0, (size_t)n_tok * PAIRS * 16 * sizeof *tot);
-        for (int64_t k0 = 0; k0 < K; k0 += TILE_COLS) {
-            const int64_t n = MCI_MIN(K - k0, (int64_t)TILE_COLS);
-            fill_tile(&m, w, r, r1 - 1, k0, n, &nan, dtype);
-            for (int64_t t = 0, nt; t < n_tok; t += nt) {
-                const float *xp[DIRECT_TOK] = {0};
-                nt = next_tokens(n_tok - t);
-                for (int i = 0; i < nt; i++) xp[i] = x[t + i] + k0;
-                times[nt - 1](&m, n, xp, tot + t * PAIRS * 16);
-            }
-        }
-        for (int64_t t = 0; t < n_tok; t++)
-            for (int64_t i = 0; i < nr; i++)
-                y[t][r + i] = tree8(_mm256_load_ps(tot + (t * ROWS + i) * 8));
-        if (!is_f8(dtype) || !watch_saw(&nan)) continue;
-        for (int64_t i = 0; i < nr; i++)
-            if (row_has_nan(w->data + (r + i) * K, K))
-                for (int64_t t = 0; t < n_tok; t++) y[t][r + i] = NAN;
-    }
-}
-
 /* ---- dispatch -------------------------------------------------------------------------------- */
 
 /* One function each, not inlined, so that every loop has the registers to itself. */
 #define FEW(name, nt, dtype)                                                                       \
     AVX512 static __attribute__((noinline)) void name##_8rows(                                     \
         const mci_mat *w, const int64_t *row, const float *const *x, float *const *y) {            \
-        dot_rows(w, row, PAIRS, x, nt, y, dtype);                                                  \
+        dot_rows(w, row, QUADS, x, nt, y, dtype);                                                  \
     }                                                                                              \
-    AVX512 static __attribute__((noinline)) void name##_2rows(                                     \
+    AVX512 static __attribute__((noinline)) void name##_4rows(                                     \
         const mci_mat *w, const int64_t *row, const float *const *x, float *const *y) {            \
         dot_rows(w, row, 1, x, nt, y, dtype);                                                      \
     }
 
 typedef void dot_fn(const mci_mat *w, const int64_t *row, const float *const *x, float *const *y);
-typedef void many_fn(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x,
-                     int64_t n_tok, float *const *y);
 
 typedef struct format {
-    dot_fn *rows8[DIRECT_TOK], *rows2[DIRECT_TOK]; /* by tokens - 1 */
-    many_fn *many;
+    dot_fn *rows8[DIRECT_TOK], *rows4[DIRECT_TOK]; /* by tokens - 1 */
     int64_t few; /* up to so many tokens decoding anew for every 4 beats the tile (measured) */
 } format;
 
@@ -399,13 +240,9 @@ typedef struct format {
     FEW(name##_2, 2, dtype)                                                                        \
     FEW(name##_3, 3, dtype)                                                                        \
     FEW(name##_4, 4, dtype)                                                                        \
-    AVX512 static void name##_many(const mci_mat *w, int64_t r0, int64_t r1,                       \
-                                   const float *const *x, int64_t n_tok, float *const *y) {        \
-        many_tokens(w, r0, r1, x, n_tok, y, dtype);                                                \
-    }                                                                                              \
     static const format name = {                                                                   \
         {name##_1_8rows, name##_2_8rows, name##_3_8rows, name##_4_8rows},                          \
-        {name##_1_2rows, name##_2_2rows, name##_3_2rows, name##_4_2rows}, name##_many, limit};
+        {name##_1_4rows, name##_2_4rows, name##_3_4rows, name##_4_4rows}, limit};
 
 FORMAT(f32, MC_F32, 8)
 FORMAT(bf16, MC_BF16, 8)
@@ -419,9 +256,9 @@ AVX512 void mci_avx512_gemm(const mci_mat *w, int64_t r0, int64_t r1, const floa
                     : w->dtype == MC_F16 ? &f16 : &f8;
     for (int64_t left = n_tok, n; left > 0; left -= n, x += n, y += n) {
         if (left > f->few) {
-            const int64_t passes = (left + TOK - 1) / TOK; /* of equal size */
+            const int64_t passes = (left + MCI_TILE_TOK - 1) / MCI_TILE_TOK; /* of equal size */
             n = (left + passes - 1) / passes;
-            f->many(w, r0, r1, x, n, y);
+            mci_avx512_tile(w, r0, r1, x, n, y);
             continue;
         }
         n = next_tokens(left);
@@ -437,9 +274,10 @@ AVX512 void mci_avx512_gemm(const mci_mat *w, int64_t r0, int64_t r1, const floa
             for (int k = 0; k < ROWS; k++) row[k] = i + k * part;
             g->rows8[n - 1](w, row, x, y);
         }
-        for (int64_t i = r0 + ROWS * part; i < r1; i += 2) { /* an odd last row pairs with itself */
-            const int64_t row[2] = {i, MCI_MIN(i + 1, r1 - 1)};
-            g->rows2[n - 1](w, row, x, y);
+        for (int64_t i = r0 + ROWS * part; i < r1; i += 4) { /* past the end: the last row again */
+            int64_t row[4];
+            for (int k = 0; k < 4; k++) row[k] = MCI_MIN(i + k, r1 - 1);
+            g->rows4[n - 1](w, row, x, y);
         }
     }
 }

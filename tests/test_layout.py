@@ -18,7 +18,7 @@ LEVELS = [
     {"pool"},
     {"dtype", "policy"},
     {"ops", "ops_ref", "ops_poly", "ops_avx2", "ops_avx2_gemm", "ops_avx2_mix", "io"}
-    | {"ops_avx512", "ops_avx512_gemm"},
+    | {"ops_avx512", "ops_avx512_gemm", "ops_avx512_tile"},
     {"engine"},
     {"expert"},
     {"linear", "kv", "session", "session_file", "store"},
