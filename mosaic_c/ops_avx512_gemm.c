@@ -1,7 +1,7 @@
 /* ops_avx512_gemm.c - weights times activations with AVX-512 F, BW, DQ and VL.
  *
- * Few tokens: four rows lie side by side in a register, 128 bits each, a quad. Loads broadcast 16
- * bytes of each row to its place, and unpacking inside 128 bits widens them, which is cheaper than
+ * Few tokens: four rows lie side by side in a register, 128 bits each, a quad. 64
+ * bytes of each row are transposed in pieces of 128 bits, and unpacking inside 128 bits widens them, which is cheaper than
  * conversion: it leaves 4 columns of 4 rows in a register, so columns 0..3 of eight meet lanes 0..3
  * in one accumulator, columns 4..7 lanes 4..7 in another, and x is 4 floats broadcast. Two quads
  * are decoded on the fly for up to 4 tokens. Their rows lie an eighth of the range apart, so memory
@@ -21,16 +21,21 @@ enum {
     QUADS = 2,
     ROWS = 4 * QUADS,
     DIRECT_TOK = 4, /* tokens that share one decode */
-    STEP = 16,      /* columns decoded at a time */
+    LINE = 64,      /* bytes of a row read at a time */
     AHEAD = 1024,   /* bytes a stream is prefetched */
 };
 
-/* Sixteen bytes of each of four rows. */
-AVX512_INLINE __m512i load_quad(const uint8_t *const *p, int64_t at) {
-    __m512i v = _mm512_broadcast_i32x4(load16(p[0] + at));
-    v = _mm512_mask_broadcast_i32x4(v, 0x00f0, load16(p[1] + at));
-    v = _mm512_mask_broadcast_i32x4(v, 0x0f00, load16(p[2] + at));
-    return _mm512_mask_broadcast_i32x4(v, 0xf000, load16(p[3] + at));
+/* Sixty-four bytes of each of four rows: v[i] has bytes 16i .. 16i+15 of all. Whole lines are read:
+ * reading each row's 16 bytes to their place costs as little decoding but slows memory down. */
+AVX512_INLINE void load_quad(const uint8_t *const *p, int64_t at, __m512i v[4]) {
+    const __m512i a = _mm512_loadu_si512(p[0] + at), b = _mm512_loadu_si512(p[1] + at);
+    const __m512i c = _mm512_loadu_si512(p[2] + at), d = _mm512_loadu_si512(p[3] + at);
+    const __m512i ab01 = _mm512_shuffle_i32x4(a, b, 0x44), cd01 = _mm512_shuffle_i32x4(c, d, 0x44);
+    const __m512i ab23 = _mm512_shuffle_i32x4(a, b, 0xee), cd23 = _mm512_shuffle_i32x4(c, d, 0xee);
+    v[0] = _mm512_shuffle_i32x4(ab01, cd01, 0x88);
+    v[1] = _mm512_shuffle_i32x4(ab01, cd01, 0xdd);
+    v[2] = _mm512_shuffle_i32x4(ab23, cd23, 0x88);
+    v[3] = _mm512_shuffle_i32x4(ab23, cd23, 0xdd);
 }
 
 /* Words as the upper halves of 32 bits: columns 0..3 and 4..7. */
@@ -40,8 +45,8 @@ AVX512_INLINE void widen_quad(__m512i words, __m512 v[2]) {
     v[1] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(zero, words));
 }
 
-/* Columns at .. at+15 of four rows as f32, exactly, four columns in each v; of FP8 all but the NaN
- * codes.
+/* Sixteen bytes of each of four rows as f32, exactly, four columns in each v; of FP8 all but the
+ * NaN codes.
  *
  *   byte     s eeee mmm                          exponent bias 7
  *   f32      s 0000eeee mmm00000000000000000000  bias 127: 2^-120 of the value
@@ -49,12 +54,9 @@ AVX512_INLINE void widen_quad(__m512i words, __m512 v[2]) {
  * The upper half of the f32 is the byte as the top of a word, shifted right by 4 with its sign.
  * F8_SMALL leaves it at that and x is multiplied by 2^120 instead, once for all rows; the products
  * are the same. F8 scales the weight by an exact fma; its addend -0 keeps the sign of 0. */
-AVX512_INLINE void decode_quad(const uint8_t *const *p, int64_t at, __m512 v[4], watch *nan,
-                               const int dtype) {
+AVX512_INLINE void decode_quad(__m512i b, __m512 v[4], const int dtype) {
     if (is_f8(dtype)) {
         const __m512i keep = _mm512_set1_epi16((int16_t)0x87f0), zero = _mm512_setzero_si512();
-        const __m512i b = load_quad(p, at);
-        watch_64(nan, b);
         const __m512i low = _mm512_unpacklo_epi8(zero, b), high = _mm512_unpackhi_epi8(zero, b);
         widen_quad(_mm512_and_si512(_mm512_srai_epi16(low, 4), keep), v);
         widen_quad(_mm512_and_si512(_mm512_srai_epi16(high, 4), keep), v + 2);
@@ -62,18 +64,13 @@ AVX512_INLINE void decode_quad(const uint8_t *const *p, int64_t at, __m512 v[4],
             UNROLL for (int i = 0; i < 4; i++)
                 v[i] = _mm512_fmadd_ps(v[i], _mm512_set1_ps(0x1p+120f), _mm512_set1_ps(-0.0f));
     } else if (dtype == MC_BF16) {
-        widen_quad(load_quad(p, 2 * at), v);
-        widen_quad(load_quad(p, 2 * at + 16), v + 2);
+        widen_quad(b, v);
     } else if (dtype == MC_F16) {
-        const __m512i even_odd = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
-        UNROLL for (int i = 0; i < 2; i++) {
-            __m512i h = _mm512_permutexvar_epi64(even_odd, load_quad(p, 2 * at + 16 * i));
-            v[2 * i] = _mm512_cvtph_ps(_mm512_castsi512_si256(h));
-            v[2 * i + 1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1));
-        }
+        __m512i h = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), b);
+        v[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(h));
+        v[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1));
     } else {
-        UNROLL for (int i = 0; i < 4; i++)
-            v[i] = _mm512_castsi512_ps(load_quad(p, 4 * at + 16 * i));
+        v[0] = _mm512_castsi512_ps(b);
     }
 }
 
@@ -111,15 +108,13 @@ AVX512_INLINE __m512 quad_scale(const mci_mat *w, const uint8_t *const *row, int
 
 typedef __m512 sums[QUADS][DIRECT_TOK][2]; /* [2]: lanes 0..3 and 4..7 of four rows */
 
-/* acc = the dot products of n columns (a multiple of 16) of nq quads and nt tokens. All but n, and
+/* acc = the dot products of n columns (whole lines) of nq quads and nt tokens. All but n, and
  * for a whole block n too, are constants where this is inlined. */
 AVX512_INLINE void dot_block(const uint8_t *const *p, const int nq, const float *const *x,
                              const int nt, int64_t n, sums acc, watch *nan, const int dtype) {
+    const int size = size_of(dtype);
     _Alignas(64) float scaled[DIRECT_TOK][MCI_BLOCK];
     const float *xp[DIRECT_TOK];
-    UNROLL for (int r = 0; r < 4 * nq; r++)
-        for (int i = 0; i < MCI_BLOCK * size_of(dtype); i += 64)
-            _mm_prefetch((const char *)p[r] + AHEAD + i, _MM_HINT_T0);
     UNROLL for (int t = 0; t < nt; t++) {
         xp[t] = dtype == F8_SMALL ? scaled[t] : x[t];
         for (int64_t c = 0; c < n && dtype == F8_SMALL; c += 16)
@@ -128,34 +123,47 @@ AVX512_INLINE void dot_block(const uint8_t *const *p, const int nq, const float 
         UNROLL for (int q = 0; q < nq; q++)
             acc[q][t][0] = acc[q][t][1] = _mm512_setzero_ps();
     }
-    for (int64_t c = 0; c < n; c += STEP) {
-        __m512 v[QUADS][4];
-        UNROLL for (int q = 0; q < nq; q++) decode_quad(p + 4 * q, c, v[q], nan, dtype);
-        UNROLL for (int i = 0; i < 4; i++)
-            UNROLL for (int t = 0; t < nt; t++) {
-                __m512 xv = in_register(_mm512_broadcast_f32x4(_mm_loadu_ps(xp[t] + c + 4 * i)));
-                UNROLL for (int q = 0; q < nq; q++)
-                    acc[q][t][i & 1] = _mm512_fmadd_ps(v[q][i], xv, acc[q][t][i & 1]);
-            }
+    for (int64_t c = 0; c < n; c += LINE / size) {
+        __m512i b[QUADS][4];
+        UNROLL for (int r = 0; r < 4 * nq; r++)
+            _mm_prefetch((const char *)p[r] + c * size + AHEAD, _MM_HINT_T0);
+        UNROLL for (int q = 0; q < nq; q++) {
+            load_quad(p + 4 * q, c * size, b[q]);
+            if (is_f8(dtype))
+                UNROLL for (int i = 0; i < 4; i++) watch_64(nan, b[q][i]);
+        }
+        UNROLL for (int k = 0; k < 4; k++) {
+            __m512 v[QUADS][4];
+            UNROLL for (int q = 0; q < nq; q++) decode_quad(b[q][k], v[q], dtype);
+            UNROLL for (int i = 0; i < 4 / size; i++)
+                UNROLL for (int t = 0; t < nt; t++) {
+                    const int f = 4 / size * k + i; /* which four columns */
+                    __m512 xv = in_register(
+                        _mm512_broadcast_f32x4(_mm_loadu_ps(xp[t] + c + 4 * f)));
+                    UNROLL for (int q = 0; q < nq; q++)
+                        acc[q][t][f & 1] = _mm512_fmadd_ps(v[q][i], xv, acc[q][t][f & 1]);
+                }
+        }
     }
 }
 
 /* The same for the last n < 128 columns, from padded copies. */
 AVX512_INLINE void dot_tail(const uint8_t *const *p, const int nq, const float *const *x,
                             const int nt, int64_t n, sums acc, watch *nan, const int dtype) {
+    const int size = size_of(dtype);
     uint8_t w[ROWS][MCI_BLOCK * 4] = {{0}};
     float xs[DIRECT_TOK][MCI_BLOCK];
     const uint8_t *wp[ROWS];
     const float *xp[DIRECT_TOK];
     for (int r = 0; r < 4 * nq; r++) {
-        memcpy(w[r], p[r], (size_t)(n * size_of(dtype)));
+        memcpy(w[r], p[r], (size_t)(n * size));
         wp[r] = w[r];
     }
     for (int t = 0; t < nt; t++) {
         for (int64_t c = 0; c < MCI_BLOCK; c++) xs[t][c] = c < n ? x[t][c] : -0.0f;
         xp[t] = xs[t];
     }
-    dot_block(wp, nq, xp, nt, (n + STEP - 1) / STEP * STEP, acc, nan, dtype);
+    dot_block(wp, nq, xp, nt, (n * size + LINE - 1) / LINE * LINE / size, acc, nan, dtype);
 }
 
 /* The lane trees of four rows. */
@@ -252,6 +260,10 @@ FORMAT(f8_small, F8_SMALL, 4)
 
 AVX512 void mci_avx512_gemm(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x,
                             int64_t n_tok, float *const *y) {
+    if (n_tok == 1 && w->dtype != F8) { /* memory sets the pace, and 4 streams please it most */
+        mci_avx2_gemm(w, r0, r1, x, n_tok, y);
+        return;
+    }
     const format *f = w->dtype == MC_F32 ? &f32 : w->dtype == MC_BF16 ? &bf16
                     : w->dtype == MC_F16 ? &f16 : &f8;
     for (int64_t left = n_tok, n; left > 0; left -= n, x += n, y += n) {
