@@ -79,6 +79,12 @@ AVX512_INLINE void fill_tile(tile *m, const mci_mat *w, int64_t r, int64_t last,
             watch_bytes(nan, a, n);
             watch_bytes(nan, b, n);
         }
+        /* the same columns of the next eight rows: the tile is used for long before they are read */
+        const int64_t next = ROWS * w->cols * size;
+        for (int64_t at = 0; at < n * size; at += 64) {
+            _mm_prefetch((const char *)a + next + at, _MM_HINT_T0);
+            _mm_prefetch((const char *)b + next + at, _MM_HINT_T0);
+        }
         __m512 v[2];
         int64_t c = 0;
         for (; c + STEP <= n; c += STEP) {
