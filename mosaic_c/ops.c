@@ -13,7 +13,8 @@ static bool runs(const mci_ops *o) {
 }
 
 const char *mc_engine_isas(void) {
-    return runs(&mci_ops_avx512) ? "avx512 avx2 scalar" : runs(&mci_ops_avx2) ? "avx2 scalar" : "scalar";
+    if (runs(&mci_ops_avx512)) return "avx512 avx2 scalar";
+    return runs(&mci_ops_avx2) ? "avx2 scalar" : "scalar";
 }
 
 int mci_ops_get(const char *name, const mci_ops **out, mc_error *err) {

@@ -82,7 +82,7 @@ typedef struct mci_ops {
 } mci_ops;
 
 extern const mci_ops mci_ops_ref;
-extern const mci_ops mci_ops_avx2, mci_ops_avx512; /* NULL functions where the build is not x86-64 */
+extern const mci_ops mci_ops_avx2, mci_ops_avx512; /* functions NULL where it is no x86-64 build */
 
 /* name NULL: the best set this CPU runs. Unknown or not runnable here: MC_EINVAL, naming those
  * that are. */

@@ -1,6 +1,6 @@
 /* ops_avx512.c - the AVX-512 kernel set.
  *
- * What is short or bound by memory keeps its AVX2 kernel, which gives the same bits and runs
+ * Matrix products are its own; all else keeps its AVX2 kernel, which gives the same bits and runs
  * wherever this set does. */
 #include "ops.h"
 

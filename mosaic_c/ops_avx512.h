@@ -1,7 +1,7 @@
 /* ops_avx512.h - what the AVX-512 files share. Included by them only.
  *
- * The canonical order has 8 lanes, a 512-bit register has 16: each half is the 8 lanes of a dot
- * product of its own (two rows of weights, two positions of K). All else is that of ops_avx2.h. */
+ * The canonical order has 8 lanes, a 512-bit register 16: it holds those of two rows, or 4 lanes of
+ * four rows. What needs no more than 8 comes from ops_avx2.h. */
 #ifndef MCI_OPS_AVX512_H
 #define MCI_OPS_AVX512_H
 #include "ops_avx2.h"
@@ -22,9 +22,6 @@ AVX512_INLINE __m512 two_scalars(float low, float high) {
     return _mm512_mask_broadcastss_ps(_mm512_set1_ps(low), UPPER, _mm_set_ss(high));
 }
 
-AVX512_INLINE float low_tree(__m512 t) { return tree8(_mm512_castps512_ps256(t)); }
-AVX512_INLINE float high_tree(__m512 t) { return tree8(_mm512_extractf32x8_ps(t, 1)); }
-
 /* ---- weights --------------------------------------------------------------------------------- */
 
 #define UNROLL _Pragma("GCC unroll 16")
@@ -34,10 +31,6 @@ enum { F8 = MC_F8E4M3, F8_SMALL = 100 };
 
 AVX512_INLINE bool is_f8(int dtype) { return dtype == F8 || dtype == F8_SMALL; }
 AVX512_INLINE int size_of(int dtype) { return dtype == MC_F32 ? 4 : is_f8(dtype) ? 1 : 2; }
-
-AVX512_INLINE __m128i load16(const uint8_t *p) {
-    return _mm_loadu_si128((const __m128i *)(const void *)p);
-}
 
 /* Stays in a register: compilers fold a load into each fma that uses it, and then the load ports,
  * not the fma units, set the pace. */

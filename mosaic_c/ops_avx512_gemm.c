@@ -1,11 +1,11 @@
 /* ops_avx512_gemm.c - weights times activations with AVX-512 F, BW, DQ and VL.
  *
- * Few tokens: four rows lie side by side in a register, 128 bits each, a quad. 64
- * bytes of each row are transposed in pieces of 128 bits, and unpacking inside 128 bits widens them, which is cheaper than
- * conversion: it leaves 4 columns of 4 rows in a register, so columns 0..3 of eight meet lanes 0..3
- * in one accumulator, columns 4..7 lanes 4..7 in another, and x is 4 floats broadcast. Two quads
- * are decoded on the fly for up to 4 tokens. Their rows lie an eighth of the range apart, so memory
- * sees 8 long sequential streams. Many tokens: ops_avx512_tile.c.
+ * Few tokens: four rows lie side by side in a register, 128 bits each, a quad. 64 bytes of each
+ * row are transposed in pieces of 128 bits, and unpacking inside these widens them, which is
+ * cheaper than conversion: it leaves 4 columns of 4 rows in a register. So columns 0..3 of eight
+ * meet lanes 0..3 in one accumulator, columns 4..7 lanes 4..7 in another, and x is 4 floats
+ * broadcast. Two quads are decoded on the fly for up to 4 tokens. Their rows lie an eighth of the
+ * range apart, so memory sees 8 long sequential streams. Many tokens: ops_avx512_tile.c.
  *
  * A partial last K block is copied and padded, weights with +0 and x with -0: the products are -0,
  * the addend that changes nothing. A NaN weight makes the row's result NaN whatever x is, so FP8
@@ -218,11 +218,6 @@ AVX512_INLINE void dot_rows(const mci_mat *w, const int64_t *row, const int nq,
             for (int t = 0; t < nt; t++) y[t][row[r]] = NAN;
 }
 
-/* Fours, then threes and twos: one token alone leaves the fma units idle. */
-AVX512_INLINE int64_t next_tokens(int64_t left) {
-    return left == 5 || left == 6 ? 3 : MCI_MIN(left, (int64_t)DIRECT_TOK);
-}
-
 /* ---- dispatch -------------------------------------------------------------------------------- */
 
 /* One function each, not inlined, so that every loop has the registers to itself. */
@@ -240,23 +235,22 @@ typedef void dot_fn(const mci_mat *w, const int64_t *row, const float *const *x,
 
 typedef struct format {
     dot_fn *rows8[DIRECT_TOK], *rows4[DIRECT_TOK]; /* by tokens - 1 */
-    int64_t few; /* up to so many tokens decoding anew for every 4 beats the tile (measured) */
 } format;
 
-#define FORMAT(name, dtype, limit)                                                                 \
+#define FORMAT(name, dtype)                                                                        \
     FEW(name##_1, 1, dtype)                                                                        \
     FEW(name##_2, 2, dtype)                                                                        \
     FEW(name##_3, 3, dtype)                                                                        \
     FEW(name##_4, 4, dtype)                                                                        \
     static const format name = {                                                                   \
         {name##_1_8rows, name##_2_8rows, name##_3_8rows, name##_4_8rows},                          \
-        {name##_1_4rows, name##_2_4rows, name##_3_4rows, name##_4_4rows}, limit};
+        {name##_1_4rows, name##_2_4rows, name##_3_4rows, name##_4_4rows}};
 
-FORMAT(f32, MC_F32, 8)
-FORMAT(bf16, MC_BF16, 8)
-FORMAT(f16, MC_F16, 8)
-FORMAT(f8, F8, 4)
-FORMAT(f8_small, F8_SMALL, 4)
+FORMAT(f32, MC_F32)
+FORMAT(bf16, MC_BF16)
+FORMAT(f16, MC_F16)
+FORMAT(f8, F8)
+FORMAT(f8_small, F8_SMALL)
 
 AVX512 void mci_avx512_gemm(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x,
                             int64_t n_tok, float *const *y) {
@@ -267,13 +261,13 @@ AVX512 void mci_avx512_gemm(const mci_mat *w, int64_t r0, int64_t r1, const floa
     const format *f = w->dtype == MC_F32 ? &f32 : w->dtype == MC_BF16 ? &bf16
                     : w->dtype == MC_F16 ? &f16 : &f8;
     for (int64_t left = n_tok, n; left > 0; left -= n, x += n, y += n) {
-        if (left > f->few) {
+        if (left > DIRECT_TOK) {
             const int64_t passes = (left + MCI_TILE_TOK - 1) / MCI_TILE_TOK; /* of equal size */
             n = (left + passes - 1) / passes;
             mci_avx512_tile(w, r0, r1, x, n, y);
             continue;
         }
-        n = next_tokens(left);
+        n = left;
         const format *g = f;
         if (f == &f8) {
             bool small = true;

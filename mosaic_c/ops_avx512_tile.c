@@ -20,6 +20,10 @@ enum {
     TILE_COLS = TILE_BLOCKS * MCI_BLOCK,
 };
 
+AVX512_INLINE __m128i load16(const uint8_t *p) {
+    return _mm_loadu_si128((const __m128i *)(const void *)p);
+}
+
 AVX512_INLINE __m256 load_f32(const uint8_t *p) {
     return _mm256_loadu_ps((const float *)(const void *)p);
 }
@@ -79,7 +83,7 @@ AVX512_INLINE void fill_tile(tile *m, const mci_mat *w, int64_t r, int64_t last,
             watch_bytes(nan, a, n);
             watch_bytes(nan, b, n);
         }
-        /* the same columns of the next eight rows: the tile is used for long before they are read */
+        /* the same columns of the next eight rows, which are read when this tile is done with */
         const int64_t next = ROWS * w->cols * size;
         for (int64_t at = 0; at < n * size; at += 64) {
             _mm_prefetch((const char *)a + next + at, _MM_HINT_T0);
