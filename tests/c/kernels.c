@@ -272,7 +272,8 @@ int main(int argc, char **argv) {
     if (argc >= 2 && !strcmp(argv[1], "bench")) {
         cpu_set_t set;
         int threads = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
-        return bench_all(argc > 2 ? atoi(argv[2]) : threads, argc > 3 ? argv[3] : NULL,
+        const int asked = argc > 2 ? atoi(argv[2]) : 0; /* 0: all */
+        return bench_all(asked > 0 ? asked : threads, argc > 3 ? argv[3] : NULL,
                          argc > 4 ? argv[4] : NULL);
     }
     return check();
