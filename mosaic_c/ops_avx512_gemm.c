@@ -77,7 +77,7 @@ AVX512_INLINE void decode_quad(__m512i b, __m512 v[4], const int dtype) {
 /* No finite |x| reaches 128, so x * 2^120 is exact. Infinity and NaN scale to themselves. */
 AVX512 static bool is_small(const float *x, int64_t n) {
     for (int64_t i = 0; i < n; i += 16) {
-        __mmask16 in = n - i >= 16 ? 0xffff : (__mmask16)((1u << (n - i)) - 1);
+        __mmask16 in = (__mmask16)(n - i >= 16 ? 0xffff : (1 << (n - i)) - 1);
         __m512 a = _mm512_abs_ps(_mm512_maskz_loadu_ps(in, x + i));
         if (_mm512_cmp_ps_mask(a, _mm512_set1_ps(128.0f), _CMP_GE_OQ)) return false;
     }
@@ -112,7 +112,7 @@ typedef __m512 sums[QUADS][DIRECT_TOK][2]; /* [2]: lanes 0..3 and 4..7 of four r
  * for a whole block n too, are constants where this is inlined. */
 AVX512_INLINE void dot_block(const uint8_t *const *p, const int nq, const float *const *x,
                              const int nt, int64_t n, sums acc, watch *nan, const int dtype) {
-    const int size = size_of(dtype);
+    const int size = size_of(dtype), fours = is_f8(dtype) ? 4 : dtype == MC_F32 ? 1 : 2;
     _Alignas(64) float scaled[DIRECT_TOK][MCI_BLOCK];
     const float *xp[DIRECT_TOK];
     UNROLL for (int t = 0; t < nt; t++) {
@@ -135,9 +135,9 @@ AVX512_INLINE void dot_block(const uint8_t *const *p, const int nq, const float 
         UNROLL for (int k = 0; k < 4; k++) {
             __m512 v[QUADS][4];
             UNROLL for (int q = 0; q < nq; q++) decode_quad(b[q][k], v[q], dtype);
-            UNROLL for (int i = 0; i < 4 / size; i++)
+            UNROLL for (int i = 0; i < fours; i++)
                 UNROLL for (int t = 0; t < nt; t++) {
-                    const int f = 4 / size * k + i; /* which four columns */
+                    const int f = fours * k + i; /* which four columns */
                     __m512 xv = in_register(
                         _mm512_broadcast_f32x4(_mm_loadu_ps(xp[t] + c + 4 * f)));
                     UNROLL for (int q = 0; q < nq; q++)
