@@ -5,14 +5,17 @@
 #include "pool.h"
 
 /* Best first. */
-static const mci_ops *const sets[] = {&mci_ops_avx2, &mci_ops_ref};
+static const mci_ops *const sets[] = {&mci_ops_avx512, &mci_ops_avx2, &mci_ops_ref};
 enum { N_SETS = (int)(sizeof sets / sizeof *sets) };
 
 static bool runs(const mci_ops *o) {
     return o->gemm && (o->features & ~mci_cpu_features()) == 0;
 }
 
-const char *mc_engine_isas(void) { return runs(&mci_ops_avx2) ? "avx2 scalar" : "scalar"; }
+const char *mc_engine_isas(void) {
+    if (runs(&mci_ops_avx512)) return "avx512 avx2 scalar";
+    return runs(&mci_ops_avx2) ? "avx2 scalar" : "scalar";
+}
 
 int mci_ops_get(const char *name, const mci_ops **out, mc_error *err) {
     *out = NULL;

@@ -10,22 +10,22 @@
 
 #include <math.h>
 
-AVX2 static void vexp(const float *x, int64_t n, float *y) {
+AVX2 void mci_avx2_vexp(const float *x, int64_t n, float *y) {
     for (int64_t i = 0; i < n; i += 8)
         store_up_to(y + i, exp8(load_up_to(x + i, n - i)), n - i);
 }
 
-AVX2 static void vsigmoid(const float *x, int64_t n, float *y) {
+AVX2 void mci_avx2_vsigmoid(const float *x, int64_t n, float *y) {
     for (int64_t i = 0; i < n; i += 8)
         store_up_to(y + i, sigmoid8(load_up_to(x + i, n - i)), n - i);
 }
 
-AVX2 static void vsoftplus(const float *x, int64_t n, float *y) {
+AVX2 void mci_avx2_vsoftplus(const float *x, int64_t n, float *y) {
     for (int64_t i = 0; i < n; i += 8)
         store_up_to(y + i, softplus8(load_up_to(x + i, n - i)), n - i);
 }
 
-AVX2 static void to_bf16(const float *x, int64_t n, uint16_t *y) {
+AVX2 void mci_avx2_to_bf16(const float *x, int64_t n, uint16_t *y) {
     for (int64_t i = 0; i < n; i += 8) {
         __m256 v = load_up_to(x + i, n - i);
         __m256i u = _mm256_castps_si256(v), high = _mm256_srli_epi32(u, 16);
@@ -52,7 +52,7 @@ AVX2_INLINE float sum_squares(const float *x, int64_t n) {
     return tree8(t);
 }
 
-AVX2 static void rmsnorm(const float *x, const float *w, float eps, int64_t n, float *y) {
+AVX2 void mci_avx2_rmsnorm(const float *x, const float *w, float eps, int64_t n, float *y) {
     __m256 r = _mm256_set1_ps(1.0f / sqrtf(sum_squares(x, n) / (float)n + eps));
     for (int64_t i = 0; i < n; i += 8) {
         __m256 v = _mm256_mul_ps(load_up_to(x + i, n - i), r);
@@ -60,7 +60,7 @@ AVX2 static void rmsnorm(const float *x, const float *w, float eps, int64_t n, f
     }
 }
 
-AVX2 static void l2norm(float *x, float eps, float scale, int64_t n) {
+AVX2 void mci_avx2_l2norm(float *x, float eps, float scale, int64_t n) {
     __m256 r = _mm256_set1_ps(1.0f / sqrtf(sum_squares(x, n) + eps));
     for (int64_t i = 0; i < n; i += 8) {
         __m256 v = _mm256_mul_ps(load_up_to(x + i, n - i), r);
@@ -68,21 +68,21 @@ AVX2 static void l2norm(float *x, float eps, float scale, int64_t n) {
     }
 }
 
-AVX2 static void silu_mul(const float *g, const float *u, int64_t n, float *y) {
+AVX2 void mci_avx2_silu_mul(const float *g, const float *u, int64_t n, float *y) {
     for (int64_t i = 0; i < n; i += 8) {
         __m256 v = silu8(load_up_to(g + i, n - i));
         store_up_to(y + i, _mm256_mul_ps(v, load_up_to(u + i, n - i)), n - i);
     }
 }
 
-AVX2 static void sigmoid_mul(const float *g, int64_t n, float *y) {
+AVX2 void mci_avx2_sigmoid_mul(const float *g, int64_t n, float *y) {
     for (int64_t i = 0; i < n; i += 8) {
         __m256 s = sigmoid8(load_up_to(g + i, n - i));
         store_up_to(y + i, _mm256_mul_ps(load_up_to(y + i, n - i), s), n - i);
     }
 }
 
-AVX2 static void axpy(float a, const float *x, int64_t n, float *y) {
+AVX2 void mci_avx2_axpy(float a, const float *x, int64_t n, float *y) {
     const __m256 av = _mm256_set1_ps(a);
     for (int64_t i = 0; i < n; i += 8) {
         __m256 v = _mm256_fmadd_ps(av, load_up_to(x + i, n - i), load_up_to(y + i, n - i));
@@ -90,7 +90,7 @@ AVX2 static void axpy(float a, const float *x, int64_t n, float *y) {
     }
 }
 
-AVX2 static void add(const float *x, int64_t n, float *y) {
+AVX2 void mci_avx2_add(const float *x, int64_t n, float *y) {
     for (int64_t i = 0; i < n; i += 8) {
         __m256 v = _mm256_add_ps(load_up_to(y + i, n - i), load_up_to(x + i, n - i));
         store_up_to(y + i, v, n - i);
@@ -114,13 +114,13 @@ AVX2 float mci_avx2_exp_sum(float *x, int64_t n) {
     return tree8(t);
 }
 
-AVX2 static void softmax(float *x, int64_t n) {
+AVX2 void mci_avx2_softmax(float *x, int64_t n) {
     __m256 sum = _mm256_set1_ps(mci_avx2_exp_sum(x, n));
     for (int64_t i = 0; i < n; i += 8)
         store_up_to(x + i, _mm256_div_ps(load_up_to(x + i, n - i), sum), n - i);
 }
 
-AVX2 static void rope(float *x, const float *c, const float *s, int64_t half) {
+AVX2 void mci_avx2_rope(float *x, const float *c, const float *s, int64_t half) {
     for (int64_t i = 0; i < half; i += 8) {
         int64_t left = half - i;
         __m256 a = load_up_to(x + i, left), b = load_up_to(x + half + i, left);
@@ -134,21 +134,21 @@ const mci_ops mci_ops_avx2 = {
     .name = "avx2",
     .features = MCI_CPU_AVX2 | MCI_CPU_FMA | MCI_CPU_F16C,
     .gemm = mci_avx2_gemm,
-    .rmsnorm = rmsnorm,
-    .l2norm = l2norm,
-    .silu_mul = silu_mul,
-    .sigmoid_mul = sigmoid_mul,
-    .axpy = axpy,
-    .add = add,
-    .softmax = softmax,
-    .rope = rope,
+    .rmsnorm = mci_avx2_rmsnorm,
+    .l2norm = mci_avx2_l2norm,
+    .silu_mul = mci_avx2_silu_mul,
+    .sigmoid_mul = mci_avx2_sigmoid_mul,
+    .axpy = mci_avx2_axpy,
+    .add = mci_avx2_add,
+    .softmax = mci_avx2_softmax,
+    .rope = mci_avx2_rope,
     .attn = mci_avx2_attn,
     .delta = mci_avx2_delta,
     .conv = mci_avx2_conv,
-    .vexp = vexp,
-    .vsigmoid = vsigmoid,
-    .vsoftplus = vsoftplus,
-    .to_bf16 = to_bf16,
+    .vexp = mci_avx2_vexp,
+    .vsigmoid = mci_avx2_vsigmoid,
+    .vsoftplus = mci_avx2_vsoftplus,
+    .to_bf16 = mci_avx2_to_bf16,
 };
 #else
 const mci_ops mci_ops_avx2 = {.name = "avx2"};

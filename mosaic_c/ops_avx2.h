@@ -112,6 +112,22 @@ AVX2_INLINE __m256 softplus8(__m256 x) {
     return _mm256_add_ps(_mm256_max_ps(x, _mm256_setzero_ps()), l); /* max(NaN, 0) is 0 here */
 }
 
+/* ops_avx2.c; ops_avx512.c names them in its own table */
+void mci_avx2_vexp(const float *x, int64_t n, float *y);
+void mci_avx2_vsigmoid(const float *x, int64_t n, float *y);
+void mci_avx2_vsoftplus(const float *x, int64_t n, float *y);
+void mci_avx2_to_bf16(const float *x, int64_t n, uint16_t *y);
+void mci_avx2_rmsnorm(const float *x, const float *w, float eps, int64_t n, float *y);
+void mci_avx2_l2norm(float *x, float eps, float scale, int64_t n);
+void mci_avx2_silu_mul(const float *g, const float *u, int64_t n, float *y);
+void mci_avx2_sigmoid_mul(const float *g, int64_t n, float *y);
+void mci_avx2_axpy(float a, const float *x, int64_t n, float *y);
+void mci_avx2_add(const float *x, int64_t n, float *y);
+void mci_avx2_softmax(float *x, int64_t n);
+void mci_avx2_rope(float *x, const float *c, const float *s, int64_t half);
+/* x = exp(x - max), the sum in 8 lanes. */
+float mci_avx2_exp_sum(float *x, int64_t n);
+
 /* ops_avx2_gemm.c, ops_avx2_mix.c */
 void mci_avx2_gemm(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x, int64_t n_tok,
                    float *const *y);
@@ -120,6 +136,4 @@ void mci_avx2_delta(const mci_delta_args *a);
 void mci_avx2_conv(const float *x, int64_t n_tok, int64_t c_total, int64_t c0, int64_t c1,
                    const float *w, int64_t kernel, const float *state_in, float *state_out,
                    float *y);
-/* x = exp(x - max), the sum in 8 lanes (ops_avx2.c). */
-float mci_avx2_exp_sum(float *x, int64_t n);
 #endif

@@ -1,8 +1,9 @@
 /* kernels.c - the case table in two modes.
  *
  *   kernels check            every kernel set this CPU runs, bit for bit against ops_ref
- *   kernels bench [threads [word]]   speed of the best set, beside plain reads and FMA peak of the
- *                            same run; only the cases whose name holds the word
+ *   kernels bench [threads [word [set]]]   speed of the best set, or of the set named, beside plain
+ *                            reads and FMA peak (of that set's registers) of the same run; only the
+ *                            cases whose name holds the word
  *
  * Any NaN equals any NaN; everything else, zeros' signs included, must match. */
 #include "cases.h"
@@ -115,7 +116,7 @@ static void check_negative_zero(const mci_ops *o) {
 }
 
 static int check(void) {
-    static const char *const names[] = {"avx2", "scalar"};
+    static const char *const names[] = {"avx512", "avx2", "scalar"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         const mci_ops *o;
         if (mci_ops_get(names[i], &o, NULL) != MC_OK) {
@@ -169,9 +170,21 @@ __attribute__((target("avx2,fma"))) static void fma_chunk(void *arg, int64_t i, 
     }
     for (int k = 0; k < 12; k++) __asm__ volatile("" : : "x"(a[k]));
 }
+
+__attribute__((target("avx512f"))) static void fma_chunk512(void *arg, int64_t i, int thread) {
+    (void)arg, (void)i, (void)thread;
+    __m512 a[12], x = _mm512_set1_ps(1.0f);
+    for (int k = 0; k < 12; k++) a[k] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < FMA_LOOPS; k++) {
+        for (int j = 0; j < 12; j++) a[j] = _mm512_fmadd_ps(x, x, a[j]);
+        __asm__ volatile("" : "+v"(x));
+    }
+    for (int k = 0; k < 12; k++) __asm__ volatile("" : : "v"(a[k]));
+}
 #else
 static void read_chunk(void *arg, int64_t i, int thread) { (void)arg, (void)i, (void)thread; }
 static void fma_chunk(void *arg, int64_t i, int thread) { (void)arg, (void)i, (void)thread; }
+static void fma_chunk512(void *arg, int64_t i, int thread) { (void)arg, (void)i, (void)thread; }
 #endif
 
 static double best_of(bench *b, mci_chunk_fn *fn, int64_t n, int times) {
@@ -235,17 +248,18 @@ static void bench_case(kcase *c, void *arg) {
     case_free(c);
 }
 
-static int bench_all(int threads, const char *word) {
+static int bench_all(int threads, const char *word, const char *isa) {
     bench b = {.word = word};
     mc_error err;
-    if (mci_ops_get(NULL, &b.ops, &err) || mci_pool_create(threads, &b.pool, &err)) {
+    if (mci_ops_get(isa, &b.ops, &err) || mci_pool_create(threads, &b.pool, &err)) {
         printf("%s\n", err.message);
         return 1;
     }
     b.mem = test_alloc(MEM + 4096);
     memset(b.mem, 1, MEM + 4096);
-    double peak = best_of(&b, fma_chunk, threads, 5);
-    b.fma = 12.0 * 16 * (double)FMA_LOOPS * threads / peak * 1e-9;
+    const bool wide = !strcmp(b.ops->name, "avx512");
+    double peak = best_of(&b, wide ? fma_chunk512 : fma_chunk, threads, 5);
+    b.fma = 12.0 * (wide ? 32 : 16) * (double)FMA_LOOPS * threads / peak * 1e-9;
     printf("kernels %s, %d threads; plain read %.1f GB/s, fma %.0f GFLOP/s; medians of 9\n",
            b.ops->name, threads, plain_read(&b), b.fma);
     cases_each(bench_case, &b);
@@ -258,7 +272,9 @@ int main(int argc, char **argv) {
     if (argc >= 2 && !strcmp(argv[1], "bench")) {
         cpu_set_t set;
         int threads = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
-        return bench_all(argc > 2 ? atoi(argv[2]) : threads, argc > 3 ? argv[3] : NULL);
+        const int asked = argc > 2 ? atoi(argv[2]) : 0; /* 0: all */
+        return bench_all(asked > 0 ? asked : threads, argc > 3 ? argv[3] : NULL,
+                         argc > 4 ? argv[4] : NULL);
     }
     return check();
 }

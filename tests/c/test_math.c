@@ -137,6 +137,7 @@ static void names(void) {
 int main(void) {
     const mci_ops *o;
     if (mci_ops_get("avx2", &o, NULL) == MC_OK) functions(o);
+    if (mci_ops_get("avx512", &o, NULL) == MC_OK) functions(o);
     functions(&mci_ops_ref);
     topk();
     names();

@@ -1,0 +1,34 @@
+/* ops_avx512.c - the AVX-512 kernel set.
+ *
+ * Matrix products are its own; all else keeps its AVX2 kernel, which gives the same bits and runs
+ * wherever this set does. */
+#include "ops.h"
+
+#include "cpu.h"
+
+#if defined(__x86_64__)
+#include "ops_avx512.h"
+
+const mci_ops mci_ops_avx512 = {
+    .name = "avx512",
+    .features = MCI_CPU_AVX2 | MCI_CPU_FMA | MCI_CPU_F16C | MCI_CPU_AVX512,
+    .gemm = mci_avx512_gemm,
+    .rmsnorm = mci_avx2_rmsnorm,
+    .l2norm = mci_avx2_l2norm,
+    .silu_mul = mci_avx2_silu_mul,
+    .sigmoid_mul = mci_avx2_sigmoid_mul,
+    .axpy = mci_avx2_axpy,
+    .add = mci_avx2_add,
+    .softmax = mci_avx2_softmax,
+    .rope = mci_avx2_rope,
+    .attn = mci_avx2_attn,
+    .delta = mci_avx2_delta,
+    .conv = mci_avx2_conv,
+    .vexp = mci_avx2_vexp,
+    .vsigmoid = mci_avx2_vsigmoid,
+    .vsoftplus = mci_avx2_vsoftplus,
+    .to_bf16 = mci_avx2_to_bf16,
+};
+#else
+const mci_ops mci_ops_avx512 = {.name = "avx512"};
+#endif
