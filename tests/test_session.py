@@ -263,6 +263,7 @@ def test_interrupt_around_the_commit(expected, monkeypatch):
         for before in (True, False):
 
             def interrupted(before=before):
+                assert len(s.tokens) == 2  # whoever looks in between changes nothing
                 if not before:
                     commit()
                 raise KeyboardInterrupt

@@ -370,7 +370,7 @@ class Model:
             repetition_penalty=repetition_penalty, seed=seed,
         )  # fmt: skip
         target = self.session() if session is None else session
-        history = list(target.tokens)
+        history = target.tokens
         run = generation.generate(
             WithProgress(target, progress),
             ids,

@@ -38,10 +38,9 @@ class Session:
 
     @property
     def tokens(self) -> list[int]:
-        """The evaluated tokens. Kept ahead of the C state and cut to its position here, so that they agree
-        on whichever side of a change an interrupt falls."""
-        del self._tokens[self.position :]
-        return self._tokens
+        """The evaluated tokens, a copy. The list behind it may run ahead of the C state, and is cut to its
+        position here: they agree on whichever side of a change an interrupt falls."""
+        return self._tokens[: self.position]
 
     @property
     def room(self) -> int:
@@ -101,7 +100,7 @@ class Session:
     def fork(self) -> Session:
         """An independent copy; KV pages are shared until one of the two writes."""
         self.check()
-        return Session(self._model, self._model._with_room(self._handle.fork), list(self.tokens))
+        return Session(self._model, self._model._with_room(self._handle.fork), self.tokens)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes everything to a file, or nothing."""
@@ -117,7 +116,7 @@ class Session:
 
     def extend(self, ids: np.ndarray) -> None:
         """Notes tokens that are about to be committed."""
-        self.tokens.extend(ids.tolist())
+        self._tokens[self.position :] = ids.tolist()
 
     def close(self) -> None:
         """Gives pages and state back."""
