@@ -41,9 +41,11 @@ void mci_engine_release(mc_engine *e) {
     /* In a forked child the worker threads do not exist and cannot be joined; the child's copy of
      * the memory goes with the process. */
     if (getpid() != e->pid) return;
+    const int64_t n = e->thread_size ? e->thread_size * mci_pool_threads(e->pool) : 0;
     mci_pool_free(e->pool);
     mci_io_free(e->io);
     mci_release(&e->mem, MC_MEM_SCRATCH, e->scratch, e->scratch_size);
+    mci_release(&e->mem, MC_MEM_SCRATCH, e->thread_scratch, n);
     pthread_mutex_destroy(&e->lock);
     free(e);
 }
@@ -65,22 +67,38 @@ void mci_leave(mc_engine *e) {
     pthread_mutex_unlock(&e->lock);
 }
 
-int mci_scratch_reserve(mc_engine *e, int64_t bytes, mc_error *err) {
-    void *p;
-    int rc;
-    int64_t old = e->scratch_size;
-    if (bytes <= old) return MC_OK;
-    /* Replaces, so the budget sees the difference alone; what earlier blocks rely on stays when the
-     * new arena is refused. Its pages are untouched until then: both at once cost no memory. */
-    mci_recount(&e->mem, MC_MEM_SCRATCH, -old, "scratch", NULL);
-    rc = mci_alloc(&e->mem, MC_MEM_SCRATCH, bytes, "scratch", &p, err);
+/* Replaces *p of `old` bytes by a larger block, so the budget sees the difference alone; what earlier
+ * blocks rely on stays when the new one is refused. Its pages are untouched until then: both at once
+ * cost no memory. */
+static int grow(mc_engine *e, uint8_t **p, int64_t old, int64_t bytes, const char *what,
+                mc_error *err) {
+    void *new;
+    mci_recount(&e->mem, MC_MEM_SCRATCH, -old, what, NULL);
+    int rc = mci_alloc(&e->mem, MC_MEM_SCRATCH, bytes, what, &new, err);
     if (rc == MC_OK) {
-        mci_release(&e->mem, MC_MEM_SCRATCH, e->scratch, old);
-        e->scratch = p;
-        e->scratch_size = bytes;
+        mci_release(&e->mem, MC_MEM_SCRATCH, *p, old);
+        *p = new;
     }
-    mci_recount(&e->mem, MC_MEM_SCRATCH, old, "scratch", NULL);
+    mci_recount(&e->mem, MC_MEM_SCRATCH, old, what, NULL);
     return rc;
+}
+
+int mci_scratch_reserve(mc_engine *e, int64_t bytes, mc_error *err) {
+    if (bytes <= e->scratch_size) return MC_OK;
+    int rc = grow(e, &e->scratch, e->scratch_size, bytes, "scratch", err);
+    if (rc == MC_OK) e->scratch_size = bytes;
+    return rc;
+}
+
+int mci_thread_reserve(mc_engine *e, int64_t bytes, mc_error *err) {
+    const int64_t n = mci_pool_threads(e->pool);
+    bytes = mci_round_up(bytes, MCI_ALIGN);
+    if (bytes <= e->thread_size) return MC_OK;
+    int rc = grow(e, &e->thread_scratch, n * e->thread_size, n * bytes, "scratch of threads", err);
+    if (rc < 0) return rc;
+    e->thread_size = bytes;
+    memset(e->thread_scratch, 0, (size_t)(n * bytes));
+    return MC_OK;
 }
 
 void *mci_scratch(mc_engine *e, int64_t n, int64_t size) {

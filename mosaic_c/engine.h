@@ -25,6 +25,9 @@ struct mc_engine {
     atomic_int cancel;
     uint8_t *scratch;
     int64_t scratch_size, scratch_used;
+    uint8_t *thread_scratch; /* thread_size bytes for each thread */
+    int64_t thread_size;
+    int64_t region; /* counts parallel regions that use it: see acts.c */
     /* written by moe.c and store.c under the lock, read by mc_engine_stats */
     mc_stats stats;
 };
@@ -44,6 +47,13 @@ void *mci_scratch(mc_engine *e, int64_t n, int64_t size);
 /* What mci_scratch(n, size) takes. */
 static inline int64_t mci_scratch_bytes(int64_t n, int64_t size) {
     return mci_round_up(n * size, MCI_ALIGN);
+}
+
+/* The same for each thread apart: at least `bytes`, MCI_ALIGN-aligned, zero when it was grown; it
+ * keeps its contents. */
+int mci_thread_reserve(mc_engine *e, int64_t bytes, mc_error *err);
+static inline void *mci_thread_scratch(mc_engine *e, int thread) {
+    return e->thread_scratch + thread * e->thread_size;
 }
 
 /* MC_ECANCEL when cancellation is asked for. */

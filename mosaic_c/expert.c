@@ -1,6 +1,9 @@
 /* expert.c - experts on disk: descriptions checked, ranges laid out, scales read. */
 #include "expert.h"
 
+#include "acts.h"
+
+#include <stdio.h>
 #include <stdlib.h>
 
 enum {
@@ -42,25 +45,6 @@ static mci_layout lay_out(const mci_range r[3]) {
     return l;
 }
 
-/* Bytes of a matrix and of its scales; NULL, or what is wrong with the description. */
-static const char *tensor_sizes(const mc_tensor *t, int64_t *bytes, int64_t *scale_bytes) {
-    const mci_dtype *d = mci_dtype_get(t->dtype);
-    int64_t end;
-    *scale_bytes = 0;
-    if (!d) return "unknown dtype";
-    if (t->rows < 1 || t->cols < 1 || !mci_mul(t->rows, t->cols, bytes) ||
-        !mci_mul(*bytes, d->bytes, bytes) || !mci_add(t->offset, *bytes, &end) ||
-        end > INT64_MAX / 4) /* three of them and rounding cannot overflow */
-        return "impossible shape or offset";
-    if (d->scaled != (t->scale_file >= 0))
-        return d->scaled ? "this dtype needs a scale tensor" : "this dtype takes no scale tensor";
-    if (!d->scaled) return NULL;
-    if (t->scale_dtype != MC_F32 && t->scale_dtype != MC_BF16) return "scale dtype: F32 or BF16";
-    *scale_bytes = ((t->rows + MCI_BLOCK - 1) / MCI_BLOCK) *
-                   ((t->cols + MCI_BLOCK - 1) / MCI_BLOCK) * mci_dtype_get(t->scale_dtype)->bytes;
-    return NULL;
-}
-
 int64_t mc_expert_slab(const mc_expert *experts, int64_t n, int64_t *scale_bytes) {
     int64_t slab = 0, scales = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -69,7 +53,8 @@ int64_t mc_expert_slab(const mc_expert *experts, int64_t n, int64_t *scale_bytes
         for (int k = 0; k < 3; k++) {
             int64_t scale;
             r[k] = (mci_range){.file = t[k]->file, .offset = t[k]->offset};
-            if (t[k]->file < 0 || tensor_sizes(t[k], &r[k].bytes, &scale)) return MC_EINVAL;
+            if (t[k]->file < 0 || mci_format_check(t[k], "expert", &r[k].bytes, &scale, NULL))
+                return MC_EINVAL;
             if (!mci_add(scales, mci_round_up(scale, SCALE_ALIGN), &scales)) return MC_EINVAL;
         }
         slab = MCI_MAX(slab, lay_out(r).bytes);
@@ -86,15 +71,17 @@ mci_mat mci_experts_mat(const mci_experts *x, int32_t expert, int k, const mci_l
                      .rows = k < 2 ? x->width : x->hidden,
                      .cols = k < 2 ? x->hidden : x->width,
                      .dtype = m->dtype,
-                     .scale_dtype = m->scale_dtype};
+                     .scale_dtype = m->scale_dtype,
+                     .block_rows = m->block_rows,
+                     .block_cols = m->block_cols};
 }
 
 mci_layout mci_experts_layout(const mci_experts *x, int32_t expert) {
     mci_range r[3];
     for (int k = 0; k < 3; k++) {
         const mci_mat_ref *m = &x->ref[expert].mat[k];
-        r[k] = (mci_range){m->file, m->offset,
-                           (int64_t)x->hidden * x->width * mci_dtype_get(m->dtype)->bytes};
+        const int64_t rows = k < 2 ? x->width : x->hidden, cols = k < 2 ? x->hidden : x->width;
+        r[k] = (mci_range){m->file, m->offset, rows * mci_row_bytes(m->dtype, cols)};
     }
     return lay_out(r);
 }
@@ -168,15 +155,18 @@ static int bind_mat(bind_ctx *c, int32_t expert, int k, const mc_tensor *t, mc_e
                         "layer %d, expert %d, %s: expected shape (%lld, %lld), got (%lld, %lld)",
                         c->layer, expert, name[k], (long long)rows, (long long)cols,
                         (long long)t->rows, (long long)t->cols);
-    const char *wrong = tensor_sizes(t, &r.bytes, &scale.bytes);
-    if (wrong)
-        return mci_fail(err, MC_EFORMAT, 0, "layer %d, expert %d, %s: %s", c->layer, expert,
-                        name[k], wrong);
-    if ((rc = check_range(c, expert, name[k], &r, err)) < 0) return rc;
-    c->x->ref[expert].mat[k] =
-        (mci_mat_ref){.offset = r.offset, .file = r.file, .dtype = (int16_t)t->dtype};
+    char full[64];
+    snprintf(full, sizeof full, "layer %d, expert %d, %s", c->layer, expert, name[k]);
+    if ((rc = mci_format_check(t, full, &r.bytes, &scale.bytes, err)) < 0 ||
+        (rc = check_range(c, expert, name[k], &r, err)) < 0 ||
+        (rc = mci_acts_reserve(c->e, t->dtype, cols, err)) < 0)
+        return rc;
+    c->x->ref[expert].mat[k] = (mci_mat_ref){.offset = r.offset, .file = r.file,
+                                             .dtype = (uint8_t)t->dtype,
+                                             .scale_dtype = (uint8_t)t->scale_dtype,
+                                             .block_rows = (uint8_t)t->block_rows,
+                                             .block_cols = (uint8_t)t->block_cols};
     if (!scale.bytes) return MC_OK;
-    c->x->ref[expert].mat[k].scale_dtype = (int16_t)t->scale_dtype;
     c->job[c->n_job++].r = scale;
     c->scale_bytes += mci_round_up(scale.bytes, SCALE_ALIGN);
     return check_range(c, expert, "scales", &scale, err);
@@ -195,7 +185,7 @@ static int bind_scales(bind_ctx *c, uint8_t *buffer, mc_error *err) {
     for (int32_t i = 0; i < x->n; i++)
         for (int k = 0; k < 3; k++) {
             mci_mat_ref *m = &x->ref[i].mat[k];
-            if (!mci_dtype_get(m->dtype)->scaled) continue;
+            if (!mci_dtype_get(m->dtype)->scale_types) continue;
             m->scale = c->job[j].dst = dst;
             dst += mci_round_up(c->job[j++].r.bytes, SCALE_ALIGN);
         }

@@ -16,7 +16,8 @@ typedef struct mci_mat_ref {
     int64_t offset;
     const uint8_t *scale;
     int32_t file;
-    int16_t dtype, scale_dtype;
+    uint8_t dtype, scale_dtype;
+    uint8_t block_rows, block_cols; /* 1 or 128; 0, 32, 64 or 128 */
 } mci_mat_ref;
 
 typedef struct mci_expert_ref {

@@ -2,6 +2,8 @@
  * region, rows of an embedding table on demand, the output head. */
 #include "linear.h"
 
+#include "acts.h"
+
 #include <stdlib.h>
 
 /* Bytes of weights a thread claims at once: smaller claims waste bandwidth (64 KB costs 20-45 %),
@@ -23,25 +25,10 @@ static int check_range(mc_engine *e, int32_t file, int64_t offset, int64_t bytes
 
 int mci_tensor_check(mc_engine *e, const mc_tensor *t, const char *name, int64_t *bytes,
                      int64_t *scale_bytes, mc_error *err) {
-    const mci_dtype *d = mci_dtype_get(t->dtype), *s = mci_dtype_get(t->scale_dtype);
-    int rc;
-    *scale_bytes = 0;
-    if (!d) return mci_fail(err, MC_EFORMAT, 0, "%s: unknown dtype %d", name, t->dtype);
-    if (t->rows < 1 || t->cols < 1 || !mci_mul(t->rows, t->cols, bytes) ||
-        !mci_mul(*bytes, d->bytes, bytes))
-        return mci_fail(err, MC_EFORMAT, 0, "%s: impossible shape (%lld, %lld)", name,
-                        (long long)t->rows, (long long)t->cols);
-    if ((rc = check_range(e, t->file, t->offset, *bytes, name, err)) < 0) return rc;
-    if (d->scaled != (t->scale_file >= 0))
-        return mci_fail(err, MC_EFORMAT, 0, "%s: %s %s", name, d->name,
-                        d->scaled ? "needs a scale tensor" : "takes no scale tensor");
-    if (!d->scaled) return MC_OK;
-    if (!s || (t->scale_dtype != MC_F32 && t->scale_dtype != MC_BF16))
-        return mci_fail(err, MC_EFORMAT, 0, "%s: scale dtype: expected F32 or BF16, got %s", name,
-                        s ? s->name : "an unknown one");
-    *scale_bytes = ((t->rows + MCI_BLOCK - 1) / MCI_BLOCK) *
-                   ((t->cols + MCI_BLOCK - 1) / MCI_BLOCK) * s->bytes;
-    return check_range(e, t->scale_file, t->scale_offset, *scale_bytes, name, err);
+    int rc = mci_format_check(t, name, bytes, scale_bytes, err);
+    if (rc < 0 || (rc = check_range(e, t->file, t->offset, *bytes, name, err)) < 0) return rc;
+    return *scale_bytes ? check_range(e, t->scale_file, t->scale_offset, *scale_bytes, name, err)
+                        : MC_OK;
 }
 
 int mci_weight_load(mc_engine *e, const mc_tensor *t, int64_t rows, int64_t cols, const char *name,
@@ -52,6 +39,7 @@ int mci_weight_load(mc_engine *e, const mc_tensor *t, int64_t rows, int64_t cols
     memset(out, 0, sizeof *out);
     if (mci_absent(t)) return MC_OK;
     if ((rc = mci_tensor_check(e, t, name, &bytes, &scale_bytes, err)) < 0) return rc;
+    if ((rc = mci_acts_reserve(e, t->dtype, cols, err)) < 0) return rc;
     if (t->rows != rows || t->cols != cols)
         return mci_fail(err, MC_EFORMAT, 0, "%s: expected shape (%lld, %lld), got (%lld, %lld)",
                         name, (long long)rows, (long long)cols, (long long)t->rows,
@@ -67,12 +55,10 @@ int mci_weight_load(mc_engine *e, const mc_tensor *t, int64_t rows, int64_t cols
     base += (MCI_IO_BLOCK - (uintptr_t)base % MCI_IO_BLOCK) % MCI_IO_BLOCK;
     run = (mci_run){.file = t->file, .offset = t->offset, .bytes = bytes, .dst = base + lead};
     if ((rc = mci_io_load(e->io, &run, err)) < 0) goto fail;
-    out->mat = (mci_mat){.data = run.dst, .rows = rows, .cols = cols, .dtype = t->dtype};
+    out->mat = mci_mat_of(t, run.dst, scale_bytes ? base + scale_at : NULL);
     if (scale_bytes) {
         rc = mci_io_fetch(e->io, t->scale_file, t->scale_offset, scale_bytes, base + scale_at, err);
         if (rc < 0) goto fail;
-        out->mat.scale = base + scale_at;
-        out->mat.scale_dtype = t->scale_dtype;
     }
     return MC_OK;
 fail:
@@ -109,39 +95,52 @@ void mci_vector_free(mc_engine *e, float *v, int64_t n) {
 /* ---- parallel products ---- */
 
 typedef struct jobs_ctx {
-    const mci_ops *ops;
+    mc_engine *e;
     const mci_job *jobs;
-    int n;
 } jobs_ctx;
 
 static int64_t job_step(const mci_job *j) {
-    int64_t row = j->w->cols * mci_dtype_get(j->w->dtype)->bytes * (j->up ? 2 : 1);
-    int64_t rows = CLAIM_BYTES / row;
-    return mci_round_up(MCI_MAX(rows, 1), 8);
+    int64_t row = mci_row_bytes(j->w->dtype, j->w->cols) * (j->up ? 2 : 1);
+    int64_t rows = MCI_MAX(CLAIM_BYTES / row, 1);
+    /* each chunk quantises its tokens again */
+    if (mci_dtype_get(j->w->dtype)->integer && j->n_tok > MCI_ACTS_TOK) rows = MCI_MAX(rows, 512);
+    return mci_round_up(rows, 16);
 }
 
 static int64_t job_chunks(const mci_job *j) {
     int64_t step = job_step(j);
     return j->n_tok ? (j->w->rows + step - 1) / step : 0;
 }
+/* y[t][r0..r1) of n tokens by w. */
+static void product(mc_engine *e, int thread, const mci_mat *w, int64_t r0, int64_t r1,
+                    const float *const *x, int64_t n, float *const *y) {
+    if (!mci_dtype_get(w->dtype)->integer) {
+        e->ops->gemm(w, r0, r1, x, n, y);
+        return;
+    }
+    for (int64_t t = 0, k; t < n; t += k) {
+        k = MCI_MIN(n - t, (int64_t)MCI_ACTS_TOK);
+        e->ops->qgemm(w, r0, r1, mci_acts_get(e, thread, w, x + t, k), k, y + t);
+    }
+}
 
 static void jobs_chunk(void *ctx, int64_t chunk, int thread) {
     const jobs_ctx *c = ctx;
     const mci_job *j = c->jobs;
-    (void)thread;
     for (int64_t k; chunk >= (k = job_chunks(j)); j++) chunk -= k;
     int64_t step = job_step(j), r0 = chunk * step, r1 = MCI_MIN(r0 + step, j->w->rows);
-    c->ops->gemm(j->w, r0, r1, j->x, j->n_tok, j->y);
+    product(c->e, thread, j->w, r0, r1, j->x, j->n_tok, j->y);
     if (!j->up) return;
-    c->ops->gemm(j->up, r0, r1, j->x, j->n_tok, j->yu);
+    product(c->e, thread, j->up, r0, r1, j->x, j->n_tok, j->yu);
     for (int64_t t = 0; t < j->n_tok; t++)
-        c->ops->silu_mul(j->y[t] + r0, j->yu[t] + r0, r1 - r0, j->y[t] + r0);
+        c->e->ops->silu_mul(j->y[t] + r0, j->yu[t] + r0, r1 - r0, j->y[t] + r0);
 }
 
 void mci_run_jobs(mc_engine *e, const mci_job *jobs, int n) {
-    jobs_ctx c = {e->ops, jobs, n};
+    jobs_ctx c = {e, jobs};
     int64_t chunks = 0;
     for (int i = 0; i < n; i++) chunks += job_chunks(&jobs[i]);
+    mci_acts_forget(e);
     mci_pool_run(e->pool, jobs_chunk, &c, chunks);
 }
 
@@ -257,7 +256,7 @@ int mc_linear_forward(mc_linear *l, const float *x, int64_t n_tok, float *y, mc_
 
 int mc_linear_rows(mc_linear *l, const int32_t *ids, int64_t n, float *y, mc_error *err) {
     mc_engine *e = l->e;
-    int64_t cols = l->t.cols, row = cols * mci_dtype_get(l->t.dtype)->bytes;
+    int64_t cols = l->t.cols, row = mci_row_bytes(l->t.dtype, cols);
     int rc = mci_enter(e, err);
     if (rc < 0) return rc;
     for (int64_t i = 0; i < n && rc == MC_OK; i++)

@@ -55,16 +55,28 @@ const char *mc_status_text(int code);
 
 /* ---- tensors in files ------------------------------------------------------------------------ */
 
-enum { MC_F32 = 0, MC_BF16 = 1, MC_F16 = 2, MC_F8E4M3 = 3 };
+enum { MC_F32 = 0, MC_BF16 = 1, MC_F16 = 2, MC_F8E4M3 = 3, MC_F4E2M1 = 4, MC_INT4 = 5, MC_INT8 = 6,
+       MC_F8E8M0 = 7 /* scales only */ };
 
-/* A matrix (rows, cols), row-major, at any byte offset of a file. A vector has rows 1.
- * MC_F8E4M3 needs a scale matrix (ceil(rows/128), ceil(cols/128)) of MC_F32 or MC_BF16 whose values
- * multiply; the other types have none (scale_file -1). file -1: the tensor is absent. */
+/* A matrix (rows, cols), row-major, at any byte offset of a file; a vector has rows 1. Each row
+ * begins at a whole byte; of two elements in a byte the first is in the low half.
+ *
+ *   dtype       element                          scale dtype       block_rows x block_cols
+ *   MC_F32 MC_BF16 MC_F16                        none
+ *   MC_F8E4M3   FP8 E4M3FN                       F32 BF16 F8E8M0   128 x 128, or a row
+ *   MC_F4E2M1   MXFP4                            F8E8M0            1 x 32
+ *   MC_INT4     0..15, worth -8..7               F32 BF16 F16      a row, 1 x 32, 64 or 128
+ *   MC_INT8     -128..127                        F32 BF16 F16      a row, 1 x 32, 64 or 128
+ *
+ * Elements of one block share a scale, which multiplies; a row is block_rows 1, block_cols 0. The
+ * scales are a matrix (ceil(rows / block_rows), ceil(cols / block_cols)), row-major, of which the
+ * last blocks may be partial. scale_file -1: none. file -1: the tensor is absent. */
 typedef struct mc_tensor {
     int32_t file, dtype;
     int64_t offset, rows, cols;
     int32_t scale_file, scale_dtype;
     int64_t scale_offset;
+    int32_t block_rows, block_cols;
 } mc_tensor;
 
 /* One expert: gate and up (width, hidden), down (hidden, width). */
@@ -316,11 +328,12 @@ int mc_policy_replay(int32_t policy, int32_t n_layer, int32_t n_expert, int64_t 
 
 /* ---- decoding, for tests and tools ----------------------------------------------------------- */
 
-/* n values of a plain dtype (F8E4M3 without scale) to float32, exactly. */
+/* n unscaled values of a dtype to float32, exactly. */
 int mc_decode(int32_t dtype, const void *src, int64_t n, float *dst, mc_error *err);
-/* y (n_tok, rows) = x * W^T by the named kernel set; w, scale in memory. For tests. */
-int mc_gemm(const char *isa, int32_t dtype, const void *w, int32_t scale_dtype, const void *scale,
-            int64_t rows, int64_t cols, const float *x, int64_t n_tok, float *y, mc_error *err);
+/* y (n_tok, rows) = x * W^T by the named kernel set (NULL: the best). t: rows, cols, dtype, scale
+ * dtype and block of W, whose files are not looked at: w, scale are its bytes (scale NULL: none). */
+int mc_gemm(const char *isa, const mc_tensor *t, const void *w, const void *scale, const float *x,
+            int64_t n_tok, float *y, mc_error *err);
 
 /* cffi end */
 #ifdef __cplusplus

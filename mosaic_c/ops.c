@@ -1,6 +1,8 @@
 /* ops.c - which kernel set runs, the top-k every router uses, and the public gemm for tests. */
 #include "ops.h"
 
+#include <stdlib.h>
+
 #include "cpu.h"
 #include "pool.h"
 
@@ -42,36 +44,70 @@ void mci_topk(const float *scores, int64_t n, int64_t k, int32_t *ids) {
     }
 }
 
-int mc_gemm(const char *isa, int32_t dtype, const void *w, int32_t scale_dtype, const void *scale,
-            int64_t rows, int64_t cols, const float *x, int64_t n_tok, float *y, mc_error *err) {
+/* | q | pad to MCI_ALIGN | s | q8 | pad | */
+int64_t mci_qact_bytes(int64_t n, int64_t group) {
+    int64_t groups = (n + group - 1) / group;
+    return mci_round_up(n, MCI_ALIGN) + mci_round_up(groups * 8, MCI_ALIGN);
+}
+
+mci_qact mci_qact_fill(const mci_ops *ops, const float *x, int64_t n, int64_t group, void *mem) {
+    int8_t *q = mem;
+    float *s = (float *)(void *)(q + mci_round_up(n, MCI_ALIGN));
+    int32_t *q8 = (int32_t *)(void *)(s + (n + group - 1) / group);
+    ops->quantise(x, n, group, q, s, q8);
+    return (mci_qact){q, s, q8};
+}
+
+/* Tokens a call of a kernel gets at a time. */
+enum { PIECE = 64 };
+
+/* One piece of a public product on the integer path; mem: q, s and q8 of PIECE tokens. */
+static void quantised(const mci_ops *ops, const mci_mat *m, const float *const *x, int64_t n,
+                      float *const *y, uint8_t *mem) {
+    const int64_t group = m->block_cols ? m->block_cols : m->cols;
+    const int64_t bytes = mci_qact_bytes(m->cols, group);
+    mci_qact q[PIECE];
+    for (int64_t t = 0; t < n; t++)
+        q[t] = mci_qact_fill(ops, x[t], m->cols, group, mem + t * bytes);
+    ops->qgemm(m, 0, m->rows, q, n, y);
+}
+
+int mc_gemm(const char *isa, const mc_tensor *t, const void *w, const void *scale, const float *x,
+            int64_t n_tok, float *y, mc_error *err) {
     const mci_ops *ops;
+    int64_t bytes, scale_bytes, xs, ys;
     int rc = mci_ops_get(isa, &ops, err);
     if (rc) return rc;
-    const mci_dtype *type = mci_dtype_get(dtype);
-    if (!type) return mci_fail(err, MC_EINVAL, 0, "no dtype %d", (int)dtype);
-    if (type->scaled && (!scale || (scale_dtype != MC_F32 && scale_dtype != MC_BF16)))
-        return mci_fail(err, MC_EINVAL, 0, "%s needs a scale of F32 or BF16", type->name);
-    int64_t bytes, xs, ys;
-    if (rows < 0 || cols < 1 || n_tok < 0 || !mci_mul(rows, cols, &bytes) ||
-        !mci_mul(bytes, type->bytes, &bytes) || !mci_mul(n_tok, cols, &xs) ||
-        !mci_mul(xs, 4, &xs) || !mci_mul(n_tok, rows, &ys) || !mci_mul(ys, 4, &ys))
+    mc_tensor shape = *t;
+    shape.offset = 0;
+    shape.scale_file = scale ? 0 : -1;
+    if ((rc = mci_format_check(&shape, "gemm", &bytes, &scale_bytes, err)) < 0) return rc;
+    if (n_tok < 0 || !mci_mul(n_tok, t->cols, &xs) || !mci_mul(xs, 4, &xs) ||
+        !mci_mul(n_tok, t->rows, &ys) || !mci_mul(ys, 4, &ys))
         return mci_fail(err, MC_EINVAL, 0, "gemm: bad shape: rows %lld, cols %lld, tokens %lld",
-                        (long long)rows, (long long)cols, (long long)n_tok);
-    if (rows == 0 || n_tok == 0) return MC_OK;
+                        (long long)t->rows, (long long)t->cols, (long long)n_tok);
+    if (n_tok == 0) return MC_OK;
     if (!w || !x || !y) return mci_fail(err, MC_EINVAL, 0, "gemm: NULL pointer");
-    const mci_mat m = {.data = w, .scale = type->scaled ? scale : NULL, .rows = rows, .cols = cols,
-                       .dtype = dtype, .scale_dtype = scale_dtype};
+    const mci_mat m = mci_mat_of(&shape, w, scale);
+    const bool integer = mci_dtype_get(m.dtype)->integer;
+    uint8_t *mem = NULL;
+    if (integer && !(mem = malloc((size_t)(PIECE * mci_qact_bytes(m.cols, 32)))))
+        return mci_fail(err, MC_ENOMEM, 0, "gemm: out of memory");
     uint32_t fp = mci_fp_enter();
-    for (int64_t t0 = 0; t0 < n_tok; t0 += 64) {
-        const float *xp[64];
-        float *yp[64];
-        int64_t n = MCI_MIN(n_tok - t0, 64);
-        for (int64_t t = 0; t < n; t++) {
-            xp[t] = x + (t0 + t) * cols;
-            yp[t] = y + (t0 + t) * rows;
+    for (int64_t t0 = 0; t0 < n_tok; t0 += PIECE) {
+        const float *xp[PIECE];
+        float *yp[PIECE];
+        int64_t n = MCI_MIN(n_tok - t0, PIECE);
+        for (int64_t i = 0; i < n; i++) {
+            xp[i] = x + (t0 + i) * m.cols;
+            yp[i] = y + (t0 + i) * m.rows;
         }
-        ops->gemm(&m, 0, rows, xp, n, yp);
+        if (integer)
+            quantised(ops, &m, xp, n, yp, mem);
+        else
+            ops->gemm(&m, 0, m.rows, xp, n, yp);
     }
     mci_fp_restore(fp);
+    free(mem);
     return MC_OK;
 }

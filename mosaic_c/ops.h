@@ -4,7 +4,7 @@
  * Letters: T tokens, H hidden, K columns of a weight row, D head dim.
  *
  * Canonical order (docs/design.md section 4). Dot product of a row w with x: K is cut into blocks
- * of 128 columns; inside a block lane l = (c - block start) mod 8 does acc[l] = fma(w_c, x_c,
+ * (of the columns that share a scale, of 128 where there is none or one a row); inside a block lane l = (c - block start) mod 8 does acc[l] = fma(w_c, x_c,
  * acc[l]) over increasing c from +0; at the block's end tot[l] = fma(acc[l], scale, tot[l]); at the
  * row's end ((t0+t4)+(t2+t6)) + ((t1+t5)+(t3+t7)). Sums (norms, softmax) use the same 8 lanes over
  * the whole length and the same tree. */
@@ -36,13 +36,30 @@ typedef struct mci_delta_args {
     float *o;          /* (T, dv) */
 } mci_delta_args;
 
+/* One token's activations for the integer path, in groups of columns (the columns of w that share a
+ * scale): x = q * s. q is padded with 0 to a multiple of 8, and each 8 columns lie in the order
+ * 0 2 4 6 1 3 5 7, so that the low halves of 4 weight bytes meet the first 4 and the high halves the
+ * others. */
+typedef struct mci_qact {
+    const int8_t *q;   /* (round_up(K, 8)) */
+    const float *s;    /* (groups) */
+    const int32_t *q8; /* (groups) 8 times the sum of q: weights are stored as v + 8 */
+} mci_qact;
+
 typedef struct mci_ops {
     const char *name;   /* "scalar", "avx2", "avx512" */
     uint32_t features;  /* MCI_CPU_... it needs */
 
-    /* y[t][r] = dot(row r of w, x[t]) for r in [r0, r1), t in [0, n_tok). */
+    /* y[t][r] = dot(row r of w, x[t]) for r in [r0, r1), t in [0, n_tok). Not for integer types. */
     void (*gemm)(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x, int64_t n_tok,
                  float *const *y);
+    /* The same for integer types: isum = the exact sum of w_c * q_c over a group;
+     * tot = fma((float)isum, w_scale * s, tot) over the groups in order, from +0. */
+    void (*qgemm)(const mci_mat *w, int64_t r0, int64_t r1, const mci_qact *x, int64_t n_tok,
+                  float *const *y);
+    /* Fills an mci_qact from x (n): s = max(absmax / 127, 1e-12), q = x / s, rounded half to even
+     * and clamped to +-127. A group that holds a NaN or an infinity has q = 0 and s = NaN. */
+    void (*quantise)(const float *x, int64_t n, int64_t group, int8_t *q, float *s, int32_t *q8);
     /* y = x * (1 / sqrt(mean(x^2) + eps)) * w ; the mean is sum / n; y may be x. Order: (x * r) * w. */
     void (*rmsnorm)(const float *x, const float *w, float eps, int64_t n, float *y);
     /* x = x * (1 / sqrt(sum(x^2) + eps)) * scale, as (x * r) * scale. In place. */
@@ -87,6 +104,10 @@ extern const mci_ops mci_ops_avx2, mci_ops_avx512; /* functions NULL where it is
 /* name NULL: the best set this CPU runs. Unknown or not runnable here: MC_EINVAL, naming those
  * that are. */
 int mci_ops_get(const char *name, const mci_ops **out, mc_error *err);
+
+/* Memory of one mci_qact, a multiple of MCI_ALIGN, and filling one there. */
+int64_t mci_qact_bytes(int64_t n, int64_t group);
+mci_qact mci_qact_fill(const mci_ops *ops, const float *x, int64_t n, int64_t group, void *mem);
 
 /* Top-k of scores (n): ids by descending score, ties to the lower id, NaN ranks below everything;
  * always k distinct ids, k <= n. */

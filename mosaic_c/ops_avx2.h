@@ -128,6 +128,11 @@ void mci_avx2_rope(float *x, const float *c, const float *s, int64_t half);
 /* x = exp(x - max), the sum in 8 lanes. */
 float mci_avx2_exp_sum(float *x, int64_t n);
 
+/* ops_avx2_int4.c */
+void mci_avx2_quantise(const float *x, int64_t n, int64_t group, int8_t *q, float *s, int32_t *q8);
+void mci_avx2_qgemm(const mci_mat *w, int64_t r0, int64_t r1, const mci_qact *x, int64_t n_tok,
+                    float *const *y);
+
 /* ops_avx2_gemm.c, ops_avx2_mix.c */
 void mci_avx2_gemm(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x, int64_t n_tok,
                    float *const *y);

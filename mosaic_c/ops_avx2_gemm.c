@@ -113,18 +113,6 @@ AVX2 static bool row_has_nan(const uint8_t *p, int64_t n) {
     return watch_saw(&w);
 }
 
-/* ---- scales ---------------------------------------------------------------------------------- */
-
-AVX2_INLINE const uint8_t *scale_row(const mci_mat *w, int64_t r) {
-    return w->scale + (r >> 7) * mci_mat_blocks(w) * (w->scale_dtype == MC_BF16 ? 2 : 4);
-}
-
-/* As mci_mat_scale, but the division by 128 is done once a row. */
-AVX2_INLINE float scale_at(const mci_mat *w, const uint8_t *row, int64_t b) {
-    return w->scale_dtype == MC_BF16 ? mci_bf16_to_f32(mci_u16(row + 2 * b))
-                                     : mci_f32(mci_u32(row + 4 * b));
-}
-
 /* ---- few tokens: decode on the fly ----------------------------------------------------------- */
 
 /* acc[r][t] = the dot product of n columns of nr rows and nt tokens, in lanes. All but n, and for a
@@ -173,7 +161,7 @@ AVX2_INLINE void dot_rows(const mci_mat *w, const int64_t *row, const int nr,
     UNROLL for (int t = 0; t < nt; t++) xp[t] = x[t];
     UNROLL for (int r = 0; r < nr; r++) {
         p[r] = w->data + row[r] * K * size;
-        scale[r] = is_f8(dtype) ? scale_row(w, row[r]) : NULL;
+        scale[r] = is_f8(dtype) ? mci_scale_row(w, row[r]) : NULL;
         UNROLL for (int t = 0; t < nt; t++) tot[r][t] = _mm256_setzero_ps();
     }
     for (int64_t b = 0; b < mci_mat_blocks(w); b++) {
@@ -183,7 +171,7 @@ AVX2_INLINE void dot_rows(const mci_mat *w, const int64_t *row, const int nr,
         else
             dot_block(p, nr, xp, nt, left, acc, &nan, dtype);
         UNROLL for (int r = 0; r < nr; r++) {
-            __m256 s = _mm256_set1_ps(is_f8(dtype) ? scale_at(w, scale[r], b) : 1.0f);
+            __m256 s = _mm256_set1_ps(is_f8(dtype) ? mci_scale_of(w, scale[r], b) : 1.0f);
             UNROLL for (int t = 0; t < nt; t++)
                 tot[r][t] = _mm256_fmadd_ps(acc[r][t], s, tot[r][t]);
             p[r] += MCI_BLOCK * size;
@@ -333,6 +321,10 @@ FORMAT(f8_small, F8_SMALL, 5)
 
 AVX2 void mci_avx2_gemm(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x,
                         int64_t n_tok, float *const *y) {
+    if (w->dtype > MC_F8E4M3) {
+        mci_ops_ref.gemm(w, r0, r1, x, n_tok, y);
+        return;
+    }
     const format *f = w->dtype == MC_F32 ? &f32 : w->dtype == MC_BF16 ? &bf16
                     : w->dtype == MC_F16 ? &f16 : &f8;
     for (int64_t left = n_tok, n; left > 0; left -= n, x += n, y += n) {

@@ -86,21 +86,11 @@ AVX512 static bool is_small(const float *x, int64_t n) {
 
 /* ---- scales ---------------------------------------------------------------------------------- */
 
-AVX512_INLINE const uint8_t *scale_row(const mci_mat *w, int64_t r) {
-    return w->scale + (r >> 7) * mci_mat_blocks(w) * (w->scale_dtype == MC_BF16 ? 2 : 4);
-}
-
-/* As mci_mat_scale, but the division by 128 is done once a row. */
-AVX512_INLINE float scale_at(const mci_mat *w, const uint8_t *row, int64_t b) {
-    return w->scale_dtype == MC_BF16 ? mci_bf16_to_f32(mci_u16(row + 2 * b))
-                                     : mci_f32(mci_u32(row + 4 * b));
-}
-
 /* The scale of four rows in K block b, each in its 128 bits. */
 AVX512_INLINE __m512 quad_scale(const mci_mat *w, const uint8_t *const *row, int64_t b) {
     const __m512i spread = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    __m128 s = _mm_setr_ps(scale_at(w, row[0], b), scale_at(w, row[1], b), scale_at(w, row[2], b),
-                           scale_at(w, row[3], b));
+    __m128 s = _mm_setr_ps(mci_scale_of(w, row[0], b), mci_scale_of(w, row[1], b), mci_scale_of(w, row[2], b),
+                           mci_scale_of(w, row[3], b));
     return _mm512_permutexvar_ps(spread, _mm512_broadcast_f32x4(s));
 }
 
@@ -187,7 +177,7 @@ AVX512_INLINE void dot_rows(const mci_mat *w, const int64_t *row, const int nq,
     UNROLL for (int t = 0; t < nt; t++) xp[t] = x[t];
     UNROLL for (int r = 0; r < 4 * nq; r++) {
         p[r] = w->data + row[r] * K * size;
-        scale[r] = is_f8(dtype) ? scale_row(w, row[r]) : NULL;
+        scale[r] = is_f8(dtype) ? mci_scale_row(w, row[r]) : NULL;
     }
     UNROLL for (int q = 0; q < nq; q++)
         UNROLL for (int t = 0; t < nt; t++) tot[q][t][0] = tot[q][t][1] = _mm512_setzero_ps();
@@ -254,6 +244,10 @@ FORMAT(f8_small, F8_SMALL)
 
 AVX512 void mci_avx512_gemm(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x,
                             int64_t n_tok, float *const *y) {
+    if (w->dtype > MC_F8E4M3) {
+        mci_ops_ref.gemm(w, r0, r1, x, n_tok, y);
+        return;
+    }
     if (n_tok == 1 && w->dtype != F8) { /* memory sets the pace, and 4 streams please it most */
         mci_avx2_gemm(w, r0, r1, x, n_tok, y);
         return;

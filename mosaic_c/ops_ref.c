@@ -4,6 +4,7 @@
  * contraction. It is the fallback without vector kernels and the oracle of the tests. */
 #include "ops.h"
 
+#include <float.h>
 #include <math.h>
 
 #include "ops_poly.h"
@@ -71,18 +72,65 @@ static void to_bf16(const float *x, int64_t n, uint16_t *y) {
 
 static void gemm(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x, int64_t n_tok,
                  float *const *y) {
-    const int64_t K = w->cols, bytes = mci_dtype_get(w->dtype)->bytes;
+    const int64_t K = w->cols, block = mci_mat_block(w), row = mci_row_bytes(w->dtype, K);
     for (int64_t r = r0; r < r1; r++) {
         for (int64_t t = 0; t < n_tok; t++) {
             float tot[8] = {0}, v[MCI_BLOCK];
-            for (int64_t c0 = 0; c0 < K; c0 += MCI_BLOCK) {
-                int64_t n = MCI_MIN(K - c0, MCI_BLOCK);
-                float acc[8] = {0}, scale = mci_mat_scale(w, r, c0 / MCI_BLOCK);
-                mci_decode(w->dtype, w->data + (r * K + c0) * bytes, n, v);
+            for (int64_t c0 = 0; c0 < K; c0 += block) {
+                int64_t n = MCI_MIN(K - c0, block);
+                float acc[8] = {0}, scale = mci_mat_scale(w, r, c0 / block);
+                mci_decode(w->dtype, w->data + r * row + mci_row_bytes(w->dtype, c0), n, v);
                 for (int64_t c = 0; c < n; c++) acc[c % 8] = fmaf(v[c], x[t][c0 + c], acc[c % 8]);
                 for (int l = 0; l < 8; l++) tot[l] = fmaf(acc[l], scale, tot[l]);
             }
             y[t][r] = tree(tot);
+        }
+    }
+}
+
+/* Column c of a group lies at q[at(c)]. */
+static int64_t at(int64_t c) { return (c & -8) + (c % 2) * 4 + c % 8 / 2; }
+
+static void quantise(const float *x, int64_t n, int64_t group, int8_t *q, float *s, int32_t *q8) {
+    memset(q, 0, (size_t)mci_round_up(n, 8));
+    for (int64_t g = 0; g * group < n; g++) {
+        const int64_t c0 = g * group, end = MCI_MIN(c0 + group, n);
+        float most = 0;
+        int32_t sum = 0;
+        for (int64_t c = c0; c < end; c++) /* NaN wins and stays */
+            if (most == most && !(fabsf(x[c]) <= most)) most = fabsf(x[c]);
+        s[g] = most / 127.0f;
+        q8[g] = 0;
+        if (!(most <= FLT_MAX)) {
+            s[g] = NAN;
+            continue;
+        }
+        if (s[g] < 1e-12f) s[g] = 1e-12f;
+        for (int64_t c = c0; c < end; c++) {
+            float v = rintf(x[c] / s[g]);
+            int32_t i = (int32_t)MCI_MIN(MCI_MAX(v, -127.0f), 127.0f);
+            q[at(c)] = (int8_t)i;
+            sum += i;
+        }
+        q8[g] = 8 * sum;
+    }
+}
+
+static void qgemm(const mci_mat *w, int64_t r0, int64_t r1, const mci_qact *x, int64_t n_tok,
+                  float *const *y) {
+    const int64_t K = w->cols, group = w->block_cols ? w->block_cols : K;
+    for (int64_t r = r0; r < r1; r++) {
+        const uint8_t *p = w->data + r * mci_row_bytes(w->dtype, K);
+        for (int64_t t = 0; t < n_tok; t++) {
+            float tot = 0;
+            for (int64_t c0 = 0; c0 < K; c0 += group) {
+                int32_t sum = 0;
+                for (int64_t c = c0; c < MCI_MIN(c0 + group, K); c++)
+                    sum += ((p[c / 2] >> (c % 2 * 4) & 15) - 8) * x[t].q[at(c)];
+                const int64_t g = c0 / group;
+                tot = fmaf((float)sum, mci_mat_scale(w, r, g) * x[t].s[g], tot);
+            }
+            y[t][r] = tot;
         }
     }
 }
@@ -228,6 +276,8 @@ const mci_ops mci_ops_ref = {
     .name = "scalar",
     .features = 0,
     .gemm = gemm,
+    .qgemm = qgemm,
+    .quantise = quantise,
     .rmsnorm = rmsnorm,
     .l2norm = l2norm,
     .silu_mul = silu_mul,

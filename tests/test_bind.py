@@ -25,7 +25,7 @@ from helpers_checkpoint import (
     write_checkpoint,
 )
 
-from mosaic_c.bind import Located, Span
+from mosaic_c.bind import SIZES, Located, Span
 from mosaic_c.checkpoint import DTYPE_CODES, TENSOR_DTYPE, Checkpoint
 from mosaic_c.families import plan_for
 from mosaic_c.plan import Weight
@@ -75,7 +75,7 @@ def read(path: Path, offset: int, rows: int, cols: int, size: int) -> np.ndarray
         return np.frombuffer(f.read(rows * cols * size), np.uint8).reshape(rows, cols, size)
 
 
-SIZE = {code: {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}[x] for x, code in DTYPE_CODES.items()}
+SIZE = {DTYPE_CODES[x]: size for x, size in SIZES.items()}
 
 
 def check_expert(path: Path, record: np.void, weight: np.ndarray, scale: np.ndarray | None) -> None:
@@ -100,7 +100,7 @@ def test_tiny_models_in_real_layouts(folder: Path) -> None:
     used = sum(1 + (s.scale_file is not None) for s in where.spans.values())
     for moe, e in zip(where.plan.moe_layers, where.experts, strict=True):
         assert moe.experts and e.shape == (moe.experts.count, 3) and e.flags.c_contiguous
-        assert memoryview(e).nbytes == moe.experts.count * 144
+        assert memoryview(e).nbytes == moe.experts.count * 3 * TENSOR_DTYPE.itemsize
         if moe.experts.fused[0] in c.tensors:
             used += 2 + 2 * (moe.experts.fused[0] + "_scale_inv" in c.tensors)
         else:
@@ -340,9 +340,10 @@ def test_scales(tmp_path: Path, name: str) -> None:
     refused(tmp_path, QWEN3_FP8, rows, f'"{name}"', f'got "{name}_scale"')
     plain: Spec = {**good, name: ("BF16", good[name][1])}
     refused(tmp_path, QWEN3_FP8, plain, f'"{name}"', scale, "expected dtype F8_E4M3", "got BF16")
-    for dtype in ("F8_E8M0", "F16", "F64", "F8_E4M3"):
+    located(tmp_path, QWEN3_FP8, {**good, scale: ("F8_E8M0", shape)})
+    for dtype in ("F16", "F64", "F8_E4M3"):
         other: Spec = {**good, scale: (dtype, shape)}
-        refused(tmp_path, QWEN3_FP8, other, f'"{scale}"', "F32 or BF16", f"got {dtype}",
+        refused(tmp_path, QWEN3_FP8, other, f'"{scale}"', "F32, BF16, F8_E8M0", f"got {dtype}",
                 code="EUNSUPPORTED")  # fmt: skip
     for wrong in ((1, 1), (4, 4), (shape[0], 129), (1,), ()):
         if wrong == shape:

@@ -23,6 +23,7 @@ from helpers_checkpoint import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mosaic_c import engine
 from mosaic_c.checkpoint import DTYPE_CODES, TENSOR_DTYPE, Checkpoint, TensorInfo
 from mosaic_c.errors import MosaicError
 from mosaic_c.families import plan_for
@@ -125,13 +126,13 @@ def test_relative_path(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_mc_tensor_layout() -> None:
     """The numpy record is mc_tensor of mosaic_c.h, field for field as a C compiler lays it out."""
-    assert TENSOR_DTYPE.itemsize == struct.calcsize("@iiqqqiiq") == 48
+    assert TENSOR_DTYPE.itemsize == struct.calcsize("@iiqqqiiqii") == 56
     offsets = {name: TENSOR_DTYPE.fields[name][1] for name in TENSOR_DTYPE.names}
     assert offsets == {
         "file": 0, "dtype": 4, "offset": 8, "rows": 16, "cols": 24,
-        "scale_file": 32, "scale_dtype": 36, "scale_offset": 40,
+        "scale_file": 32, "scale_dtype": 36, "scale_offset": 40, "block_rows": 48, "block_cols": 52,
     }  # fmt: skip
-    assert DTYPE_CODES == {"F32": 0, "BF16": 1, "F16": 2, "F8_E4M3": 3}
+    assert DTYPE_CODES == engine.DTYPES
 
 
 # ---- the folder and its configs ------------------------------------------------------------------

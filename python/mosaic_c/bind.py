@@ -21,15 +21,19 @@ from mosaic_c.jsonfile import few, show, shown_path
 from mosaic_c.plan import Experts, ModelPlan, Weight
 
 F8 = DTYPE_CODES["F8_E4M3"]
-SIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}  # bytes of an element
+# Bytes of an element, of the types that official checkpoints of our families have.
+SIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E8M0": 1}
+WEIGHT_DTYPES = ("F32", "BF16", "F16", "F8_E4M3")
 CODE_NAMES = tuple(DTYPE_CODES)
 SCALE = "_scale_inv"  # added to the name of a quantised tensor: x.weight -> x.weight_scale_inv
-SCALE_DTYPES = ("F32", "BF16")
+SCALE_DTYPES = ("F32", "BF16", "F8_E8M0")
+BLOCK = 128  # edge of the blocks of FP8 that share a scale
 ENOUGH = 100_000  # missing tensors after which nobody counts further
 
-_CODE_SIZE = np.array([SIZES[x] for x in CODE_NAMES], np.int64)
+_CODE_SIZE = np.array([SIZES.get(x, 0) for x in CODE_NAMES], np.int64)
 # Index into header.DTYPES -> mc_tensor.dtype, -1 where the engine has no such type.
 _CODE_OF = np.array([DTYPE_CODES.get(x, -1) for x in DTYPES], np.int32)
+_WEIGHT_OK = np.array([x in WEIGHT_DTYPES for x in DTYPES])
 _SCALE_OK = np.array([x in SCALE_DTYPES for x in DTYPES])
 _HARMLESS = (".rotary_emb.inv_freq",)  # computed from the config; some old checkpoints store it
 
@@ -46,6 +50,7 @@ class Span:
     scale_file: int | None = None
     scale_dtype: str | None = None
     scale_offset: int | None = None
+    block: tuple[int, int] = (BLOCK, BLOCK)  # rows and columns that share a scale
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +60,8 @@ class Span:
     def scale_nbytes(self) -> int:
         if self.scale_dtype is None:
             return 0
-        return -(-self.rows // 128) * -(-self.cols // 128) * SIZES[self.scale_dtype]
+        rows, cols = self.block
+        return -(-self.rows // rows) * -(-self.cols // cols) * SIZES[self.scale_dtype]
 
 
 @dataclass(frozen=True)
@@ -226,8 +232,8 @@ class _Binder:
         if (i := first(t.shape[rows] != t.shape_id(shape))) is not None:
             self._fail(rows[i], name(i), f"expected shape {list(shape)}", self._shape(rows[i]))
         codes = _CODE_OF[t.dtype[rows]]
-        if (i := first(codes < 0)) is not None:
-            expected = f"expected dtype {', '.join(CODE_NAMES)} (nothing else is supported yet)"
+        if (i := first(~_WEIGHT_OK[t.dtype[rows]])) is not None:
+            expected = f"expected dtype {', '.join(WEIGHT_DTYPES)} (nothing else is supported yet)"
             self._fail(rows[i], name(i), expected, DTYPES[t.dtype[rows[i]]], "EUNSUPPORTED")
         f8, scaled = codes == F8, scale_rows >= 0
         if (i := first(scaled & ~f8)) is not None:
@@ -244,7 +250,7 @@ class _Binder:
                     rows[i], name(i), f"FP8 needs its scale {show(name(i) + SCALE)}, got {got}"
                 )
             if (i := first(f8 & ~_SCALE_OK[t.dtype[scale_rows]])) is not None:
-                expected = "expected a scale of F32 or BF16 (nothing else is supported yet)"
+                expected = f"expected a scale of {', '.join(SCALE_DTYPES)} (nothing else is supported yet)"
                 got = DTYPES[t.dtype[scale_rows[i]]]
                 self._fail(scale_rows[i], name(i) + SCALE, expected, got, "EUNSUPPORTED")
             assert scale_shape is not None
@@ -256,6 +262,7 @@ class _Binder:
         out["scale_file"] = np.where(scaled, t.file[scale_rows], -1)
         out["scale_dtype"] = np.where(scaled, _CODE_OF[t.dtype[scale_rows]], 0)
         out["scale_offset"] = np.where(scaled, t.offset[scale_rows], 0)
+        out["block_rows"] = out["block_cols"] = np.where(scaled, BLOCK, 0)
         self.used[rows] = True
         self.used[scale_rows[scaled]] = True
 

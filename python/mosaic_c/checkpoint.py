@@ -39,10 +39,14 @@ TENSOR_DTYPE = np.dtype(
         ("scale_file", np.int32),  # -1: no scale
         ("scale_dtype", np.int32),
         ("scale_offset", np.int64),
+        ("block_rows", np.int32),  # elements that share a scale; cols 0: the whole row
+        ("block_cols", np.int32),
     ],
     align=True,
 )
-DTYPE_CODES = {"F32": 0, "BF16": 1, "F16": 2, "F8_E4M3": 3}
+DTYPE_CODES = {
+    "F32": 0, "BF16": 1, "F16": 2, "F8_E4M3": 3, "F4": 4, "INT4": 5, "I8": 6, "F8_E8M0": 7,
+}  # fmt: skip
 
 
 class TensorInfo(NamedTuple):

@@ -15,7 +15,10 @@ import numpy as np
 from mosaic_c._engine import ffi, lib
 from mosaic_c.errors import MosaicError
 
-DTYPES = {"F32": lib.MC_F32, "BF16": lib.MC_BF16, "F16": lib.MC_F16, "F8_E4M3": lib.MC_F8E4M3}
+DTYPES = {
+    "F32": lib.MC_F32, "BF16": lib.MC_BF16, "F16": lib.MC_F16, "F8_E4M3": lib.MC_F8E4M3,
+    "F4": lib.MC_F4E2M1, "INT4": lib.MC_INT4, "I8": lib.MC_INT8, "F8_E8M0": lib.MC_F8E8M0,
+}  # fmt: skip
 IO_MODES = {"auto": lib.MC_IO_AUTO, "pread": lib.MC_IO_PREAD, "direct": lib.MC_IO_DIRECT}
 POLICIES = {
     "auto": lib.MC_POLICY_AUTO,
@@ -161,6 +164,8 @@ def tensor(span: Any, files: Sequence[int]) -> dict[str, int]:
         "scale_file": files[span.scale_file] if scaled else -1,
         "scale_dtype": DTYPES[span.scale_dtype] if scaled else 0,
         "scale_offset": span.scale_offset if scaled else 0,
+        "block_rows": span.block[0] if scaled else 0,
+        "block_cols": span.block[1] if scaled else 0,
     }
 
 
@@ -394,7 +399,7 @@ def rope_table(theta: float, dim: int, pos: int) -> tuple[np.ndarray, np.ndarray
 
 
 def decode(dtype: str, raw: bytes, n: int) -> np.ndarray:
-    """n values of a plain dtype as float32, exactly."""
+    """n values of a dtype, unscaled, as float32, exactly."""
     out = np.empty(n, np.float32)
     _call(lib.mc_decode, DTYPES[dtype], raw, n, _floats(out))
     return out
@@ -409,12 +414,15 @@ def gemm(
     x: np.ndarray,
     scale_dtype: str = "F32",
     scale: bytes | None = None,
+    block: tuple[int, int] = (128, 128),
 ) -> np.ndarray:
-    """y (n, rows) = x (n, cols) W^T by the named kernel set."""
+    """y (n, rows) = x (n, cols) W^T by the named kernel set. block: elements that share a scale."""
     y = np.empty((x.shape[0], rows), np.float32)
+    t = {"dtype": DTYPES[dtype], "rows": rows, "cols": cols, "scale_dtype": DTYPES[scale_dtype]}
+    if scale is not None:
+        t["block_rows"], t["block_cols"] = block
     _call(
-        lib.mc_gemm, isa.encode(), DTYPES[dtype], w, DTYPES[scale_dtype],
-        ffi.NULL if scale is None else ffi.from_buffer(scale), rows, cols, _floats(x), x.shape[0],
-        _floats(y),
+        lib.mc_gemm, isa.encode(), ffi.new("mc_tensor *", t), w,
+        ffi.NULL if scale is None else ffi.from_buffer(scale), _floats(x), x.shape[0], _floats(y),
     )  # fmt: skip
     return y

@@ -125,6 +125,7 @@ static inline mc_tensor put(model *m, int dtype, int64_t rows, int64_t cols, dou
         t.scale_file = 1;
         t.scale_dtype = rng_below(&m->r, 2) ? MC_BF16 : MC_F32;
         t.scale_offset = m->at[1];
+        t.block_rows = t.block_cols = 128;
         for (int64_t b = 0; b < br * bc; b++)
             scale[b] = put_element(m, 1, t.scale_dtype, amp / 100);
         for (int64_t i = 0; i < rows * cols; i++)

@@ -4,12 +4,15 @@
  * count on alignment. */
 #include "cases.h"
 
+#include <math.h>
+
 #include "test.h"
 
 /* ---- inputs ---------------------------------------------------------------------------------- */
 
 static rng seeded(const kcase *c, uint64_t salt) {
-    uint64_t s = salt * 1000003 + (uint64_t)c->in * 31 + (uint64_t)(c->dtype * 4 + c->scale);
+    uint64_t s = salt * 1000003 + (uint64_t)c->in * 31 + (uint64_t)(c->dtype * 4 + c->scale) +
+                 (uint64_t)c->block * 977;
     for (int i = 0; i < 5; i++) s = s * 6364136223846793005u + (uint64_t)c->n[i] + 1;
     return (rng){s};
 }
@@ -79,7 +82,7 @@ static void setup_bf16(kcase *c) {
         (void)x, (void)x2, (void)y;                                                                \
         o->call;                                                                                   \
     }                                                                                              \
-    static const kop kernel = {#kernel, setup_map, run_##kernel};
+    static const kop kernel = {#kernel, setup_map, run_##kernel, 4};
 
 MAP(vexp, vexp(x, n, y))
 MAP(vsigmoid, vsigmoid(x, n, y))
@@ -98,7 +101,7 @@ static void run_bf16(const mci_ops *o, const kcase *c, void *out, int64_t part, 
     (void)part, (void)parts;
     o->to_bf16(in(c, 0), c->n[0], out);
 }
-static const kop to_bf16 = {"to_bf16", setup_bf16, run_bf16};
+static const kop to_bf16 = {"to_bf16", setup_bf16, run_bf16, 2};
 
 static void setup_rope(kcase *c) { /* n[0] = half */
     floats(c, 0, c->n[0], c->in);
@@ -110,7 +113,7 @@ static void run_rope(const mci_ops *o, const kcase *c, void *out, int64_t part, 
     (void)part, (void)parts;
     o->rope(out, in(c, 0), in(c, 1), c->n[0]);
 }
-static const kop rope = {"rope", setup_rope, run_rope};
+static const kop rope = {"rope", setup_rope, run_rope, 4};
 
 /* ---- gemm: rows, cols, tokens, scale kind ---------------------------------------------------- */
 
@@ -124,66 +127,90 @@ static uint8_t f8_code(rng *r, const kcase *c) {
     return (b & 0x7f) == 0x7f ? b & 0xf0 : b;
 }
 
+/* Random halves; NaN and infinity only where asked for. */
+static uint16_t f16_code(rng *r, const kcase *c) {
+    uint16_t h = (uint16_t)rng_next(r);
+    if (c->in == TINY) h &= 0x87ff;
+    if (c->in == UNIT) h &= 0xbbff;
+    if (c->in == WIDE && (h & 0x7c00) == 0x7c00) h &= 0x83ff;
+    if (c->in == SPECIAL && (h & 0x7c00) == 0x7c00 && rng_below(r, 64)) h &= 0x83ff;
+    return h;
+}
+
+static mci_mat matrix(const kcase *c) {
+    const bool scaled = mci_dtype_get(c->dtype)->scale_types != 0;
+    return (mci_mat){.data = (const uint8_t *)c->buf[2] + SKEW,
+                     .scale = scaled ? (const uint8_t *)c->buf[3] + SKEW : NULL,
+                     .rows = c->n[0], .cols = c->n[1], .dtype = c->dtype, .scale_dtype = c->scale,
+                     .block_rows = !scaled ? 0 : c->dtype == MC_F8E4M3 && c->block ? 128 : 1,
+                     .block_cols = c->block};
+}
+
 static void weights(kcase *c) {
-    const int64_t rows = c->n[0], cols = c->n[1], n = rows * cols;
-    const int size = mci_dtype_get(c->dtype)->bytes;
-    uint8_t *w = test_alloc((size_t)(n * size + SKEW));
+    const int64_t bytes = c->n[0] * mci_row_bytes(c->dtype, c->n[1]);
+    const int size = mci_dtype_get(c->dtype)->bits / 8;
+    uint8_t *w = test_alloc((size_t)(bytes + SKEW));
     rng r = seeded(c, 77);
     c->buf[2] = w;
     w += SKEW;
-    for (int64_t i = 0; i < n; i++) {
+    for (int64_t i = 0; i < bytes; i += MCI_MAX(size, 1)) {
         if (c->dtype == MC_F8E4M3) {
             w[i] = f8_code(&r, c);
-        } else if (c->dtype == MC_F16) { /* random halves; NaN and infinity only where asked for */
-            uint16_t h = (uint16_t)rng_next(&r);
-            if (c->in == TINY) h &= 0x87ff;
-            if (c->in == UNIT) h &= 0xbbff;
-            if (c->in == WIDE && (h & 0x7c00) == 0x7c00) h &= 0x83ff;
-            if (c->in == SPECIAL && (h & 0x7c00) == 0x7c00 && rng_below(&r, 64)) h &= 0x83ff;
-            memcpy(w + 2 * i, &h, 2);
+        } else if (size <= 1) { /* integers and MXFP4: every code is a number */
+            w[i] = (uint8_t)rng_next(&r);
+        } else if (c->dtype == MC_F16) {
+            uint16_t h = f16_code(&r, c);
+            memcpy(w + i, &h, 2);
         } else {
-            uint32_t u = mci_bits(value(&r, c->in, c->in == SPECIAL ? 2 * cols : n));
-            if (c->dtype == MC_F32) memcpy(w + 4 * i, &u, 4);
-            uint16_t h = (uint16_t)(u >> 16);
-            if (c->dtype == MC_BF16) memcpy(w + 2 * i, &h, 2);
+            int64_t n = c->in == SPECIAL ? 2 * c->n[1] : bytes / size;
+            uint32_t u = mci_bits(value(&r, c->in, n));
+            memcpy(w + i, (uint8_t *)&u + 4 - size, (size_t)size); /* BF16: the upper half */
         }
     }
 }
 
 static void scales(kcase *c) {
-    const int64_t n = ((c->n[0] + 127) / 128) * ((c->n[1] + 127) / 128);
-    uint8_t *s = test_alloc((size_t)(n * 4 + SKEW));
+    const mci_mat m = matrix(c);
+    const int64_t n = (m.rows + m.block_rows - 1) / m.block_rows * mci_mat_scales(&m);
+    const int size = mci_dtype_get(c->scale)->bits / 8;
+    uint8_t *s = test_alloc((size_t)(n * size + SKEW));
     rng r = seeded(c, 78);
     c->buf[3] = s;
     s += SKEW;
-    for (int64_t i = 0; i < n; i++) {
+    for (int64_t i = 0; i < n; i++, s += size) {
         float v = c->in == UNIT ? 0.001f + 0.001f * rng_unit(&r) : value(&r, c->in, 8);
         uint32_t u = mci_bits(v);
-        uint16_t h = (uint16_t)(u >> 16);
-        if (c->scale == MC_F32) memcpy(s + 4 * i, &u, 4);
-        else memcpy(s + 2 * i, &h, 2);
+        if (c->scale == MC_F8E8M0) { /* 255 is its NaN */
+            uint32_t e = u >> 23 & 0xff;
+            *s = (uint8_t)(e == 255 && c->in != SPECIAL ? 254 : e);
+        } else if (c->scale == MC_F16) {
+            uint16_t h = f16_code(&r, c);
+            memcpy(s, &h, 2);
+        } else {
+            memcpy(s, (uint8_t *)&u + 4 - size, (size_t)size);
+        }
     }
 }
 
-static mci_mat matrix(const kcase *c) {
-    return (mci_mat){.data = (const uint8_t *)c->buf[2] + SKEW,
-                     .scale = c->dtype == MC_F8E4M3 ? (const uint8_t *)c->buf[3] + SKEW : NULL,
-                     .rows = c->n[0], .cols = c->n[1], .dtype = c->dtype,
-                     .scale_dtype = c->scale};
-}
-
-static void setup_gemm(kcase *c) {
+/* Rows of y are SKEW floats longer than they need be. */
+static void setup_product(kcase *c, double act_bytes) {
     const double rows = (double)c->n[0], cols = (double)c->n[1], T = (double)c->n[2];
-    const int size = mci_dtype_get(c->dtype)->bytes;
+    const int64_t row = mci_row_bytes(c->dtype, c->n[1]);
+    int64_t share = MCI_MAX((128 << 10) / row, 16);
+    if (c->n[2] > 3) share = MCI_MAX(share, 32);
     floats(c, 0, c->n[2] * c->n[1], c->in);
     weights(c);
-    if (c->dtype == MC_F8E4M3) scales(c);
+    if (mci_dtype_get(c->dtype)->scale_types) scales(c);
+    const mci_mat m = matrix(c);
+    double all = rows * (double)row;
+    if (m.scale)
+        all += rows / m.block_rows * (double)mci_mat_scales(&m) * mci_dtype_get(c->scale)->bits / 8;
     c->out_bytes = c->n[2] * (c->n[0] + SKEW) * 4;
-    int64_t share = MCI_MAX((128 << 10) / (c->n[1] * size), 4);
-    if (c->n[2] > 3) share = MCI_MAX(share, 32);
-    cost(c, rows * cols * size + 4 * T * (rows + cols), 2 * rows * cols * T,
+    cost(c, all + T * (act_bytes * cols + 4 * rows), 2 * rows * cols * T,
          (c->n[0] + share - 1) / share);
 }
+
+static void setup_gemm(kcase *c) { setup_product(c, 4); }
 
 static void run_gemm(const mci_ops *o, const kcase *c, void *out, int64_t part, int64_t parts) {
     const float *x[1024];
@@ -195,7 +222,47 @@ static void run_gemm(const mci_ops *o, const kcase *c, void *out, int64_t part, 
     }
     o->gemm(&m, c->n[0] * part / parts, c->n[0] * (part + 1) / parts, x, c->n[2], y);
 }
-static const kop gemm = {"gemm", setup_gemm, run_gemm};
+static const kop gemm = {"gemm", setup_gemm, run_gemm, 4};
+
+/* ---- qgemm: the same, of activations that ops_ref quantised ---------------------------------- */
+
+static int64_t group_of(const kcase *c) { return c->block ? c->block : c->n[1]; }
+
+static void setup_qgemm(kcase *c) {
+    const int64_t bytes = mci_qact_bytes(c->n[1], group_of(c));
+    setup_product(c, 1);
+    c->buf[4] = test_alloc((size_t)(c->n[2] * (bytes + (int64_t)sizeof(mci_qact))));
+    mci_qact *q = c->buf[4];
+    for (int64_t t = 0; t < c->n[2]; t++)
+        q[t] = mci_qact_fill(&mci_ops_ref, in(c, 0) + t * c->n[1], c->n[1], group_of(c),
+                             (uint8_t *)(q + c->n[2]) + t * bytes);
+}
+
+static void run_qgemm(const mci_ops *o, const kcase *c, void *out, int64_t part, int64_t parts) {
+    float *y[1024];
+    mci_mat m = matrix(c);
+    for (int64_t t = 0; t < c->n[2]; t++) y[t] = (float *)out + t * (c->n[0] + SKEW);
+    o->qgemm(&m, c->n[0] * part / parts, c->n[0] * (part + 1) / parts, c->buf[4], c->n[2], y);
+}
+static const kop qgemm = {"qgemm", setup_qgemm, run_qgemm, 4};
+
+/* quantise: cols, in groups of c->block. out: s, q8, q, each whole */
+static void setup_quantise(kcase *c) {
+    const int64_t n = c->n[1], groups = (n + group_of(c) - 1) / group_of(c);
+    floats(c, 0, n, c->in);
+    c->out_bytes = 8 * groups + mci_round_up(n, 8);
+    cost(c, 5.0 * (double)n, 0, 1);
+}
+
+static void run_quantise(const mci_ops *o, const kcase *c, void *out, int64_t part, int64_t parts) {
+    (void)part, (void)parts;
+    const int64_t n = c->n[1], groups = (n + group_of(c) - 1) / group_of(c);
+    float *s = out;
+    o->quantise(in(c, 0), n, group_of(c), (int8_t *)(s + 2 * groups), s, (int32_t *)out + groups);
+    for (int64_t g = 0; g < groups; g++) /* any NaN will do */
+        if (s[g] != s[g]) s[g] = NAN;
+}
+static const kop quantise = {"quantise", setup_quantise, run_quantise, 1};
 
 /* ---- attn: KV heads, group, head_dim, positions, page_tokens --------------------------------- */
 
@@ -237,7 +304,7 @@ static void run_attn(const mci_ops *o, const kcase *c, void *out, int64_t part, 
         o->attn(&a);
     }
 }
-static const kop attn = {"attn", setup_attn, run_attn};
+static const kop attn = {"attn", setup_attn, run_attn, 4};
 
 /* ---- delta: heads, dk, dv, tokens, in place -------------------------------------------------- */
 
@@ -271,7 +338,7 @@ static void run_delta(const mci_ops *o, const kcase *c, void *out, int64_t part,
         o->delta(&a);
     }
 }
-static const kop delta = {"delta", setup_delta, run_delta};
+static const kop delta = {"delta", setup_delta, run_delta, 4};
 
 /* ---- conv: channels, kernel, tokens, in place ------------------------------------------------ */
 
@@ -293,7 +360,7 @@ static void run_conv(const mci_ops *o, const kcase *c, void *out, int64_t part, 
     o->conv(in(c, 0), T, C, 0, cut, in(c, 1), k, from, s, y);
     o->conv(in(c, 0), T, C, cut, C, in(c, 1), k, from, s, y);
 }
-static const kop conv = {"conv", setup_conv, run_conv};
+static const kop conv = {"conv", setup_conv, run_conv, 4};
 
 /* ---- the table ------------------------------------------------------------------------------- */
 
@@ -303,13 +370,24 @@ static const int64_t lengths[] = {1,  2,  3,  7,   8,   9,   15,  16,   17,  31,
 
 #define ALL_FILLS(...) {__VA_ARGS__, .in = UNIT}, {__VA_ARGS__, .in = WIDE}, \
                        {__VA_ARGS__, .in = TINY}, {__VA_ARGS__, .in = SPECIAL}
-#define GEMM(dt, sc)                                                                               \
-    ALL_FILLS(.op = &gemm, .dtype = dt, .scale = sc, .n = {9, LEN, 1}),                            \
-    ALL_FILLS(.op = &gemm, .dtype = dt, .scale = sc, .n = {6, LEN, 2}),                            \
-    ALL_FILLS(.op = &gemm, .dtype = dt, .scale = sc, .n = {5, LEN, 7}),                            \
-    ALL_FILLS(.op = &gemm, .dtype = dt, .scale = sc, .n = {LEN, 33, 3}),                           \
-    ALL_FILLS(.op = &gemm, .dtype = dt, .scale = sc, .n = {131, 300, 5}),                          \
-    ALL_FILLS(.op = &gemm, .dtype = dt, .scale = sc, .n = {7, 257, LEN})
+#define PRODUCT(kernel, ...)                                                                       \
+    ALL_FILLS(.op = &kernel, __VA_ARGS__, .n = {9, LEN, 1}),                                       \
+    ALL_FILLS(.op = &kernel, __VA_ARGS__, .n = {6, LEN, 2}),                                       \
+    ALL_FILLS(.op = &kernel, __VA_ARGS__, .n = {35, LEN, 1}),                                      \
+    ALL_FILLS(.op = &kernel, __VA_ARGS__, .n = {5, LEN, 7}),                                       \
+    ALL_FILLS(.op = &kernel, __VA_ARGS__, .n = {LEN, 33, 3}),                                      \
+    ALL_FILLS(.op = &kernel, __VA_ARGS__, .n = {131, 300, 5}),                                     \
+    ALL_FILLS(.op = &kernel, __VA_ARGS__, .n = {7, 257, LEN})
+#define GEMM(dt, sc, bl) PRODUCT(gemm, .dtype = dt, .scale = sc, .block = bl)
+#define QGEMM(sc, bl)                                                                              \
+    PRODUCT(qgemm, .dtype = MC_INT4, .scale = sc, .block = bl),                                    \
+    ALL_FILLS(.op = &quantise, .dtype = MC_INT4, .block = bl, .n = {1, LEN})
+/* timed: rows, columns, tokens; so many times the rows that the matrix is far larger than caches */
+#define TIMED(kernel, dt, sc, bl, rows, cols, tok, times)                                          \
+    {.op = &kernel, .dtype = dt, .scale = sc, .block = bl, .n = {rows, cols, tok}, .bench = times}
+#define TIMED_GEMV(kernel, dt, sc, bl, times)                                                      \
+    TIMED(kernel, dt, sc, bl, 2048, 512, 1, times), TIMED(kernel, dt, sc, bl, 512, 2048, 1, times),\
+    TIMED(kernel, dt, sc, bl, 128, 7168, 1, times)
 
 static const kcase table[] = {
     ALL_FILLS(.op = &vexp, .n = {LEN}), {.op = &vexp, .n = {4096}, .bench = 1},
@@ -326,21 +404,35 @@ static const kcase table[] = {
     ALL_FILLS(.op = &l2norm, .n = {LEN}),
     ALL_FILLS(.op = &to_bf16, .n = {LEN}),
     ALL_FILLS(.op = &rope, .n = {LEN}), {.op = &rope, .n = {32}, .bench = 1},
-    GEMM(MC_F32, MC_F32), GEMM(MC_BF16, MC_F32), GEMM(MC_F16, MC_F32),
-    GEMM(MC_F8E4M3, MC_F32), GEMM(MC_F8E4M3, MC_BF16),
-    {.op = &gemm, .dtype = MC_F8E4M3, .scale = MC_BF16, .n = {512, 2048, 1}, .bench = 256},
-    {.op = &gemm, .dtype = MC_F8E4M3, .scale = MC_BF16, .n = {512, 2048, 2}, .bench = 256},
-    {.op = &gemm, .dtype = MC_F8E4M3, .scale = MC_BF16, .n = {512, 2048, 3}, .bench = 256},
-    {.op = &gemm, .dtype = MC_F8E4M3, .scale = MC_BF16, .n = {512, 2048, 4}, .bench = 256},
-    {.op = &gemm, .dtype = MC_F8E4M3, .scale = MC_BF16, .n = {512, 2048, 8}, .bench = 128},
-    {.op = &gemm, .dtype = MC_F8E4M3, .scale = MC_BF16, .n = {512, 2048, 32}, .bench = 32},
-    {.op = &gemm, .dtype = MC_F8E4M3, .scale = MC_BF16, .n = {512, 2048, 128}, .bench = 8},
-    {.op = &gemm, .dtype = MC_F8E4M3, .scale = MC_BF16, .n = {2048, 512, 1}, .bench = 256},
-    {.op = &gemm, .dtype = MC_F8E4M3, .scale = MC_BF16, .n = {2048, 512, 128}, .bench = 8},
-    {.op = &gemm, .dtype = MC_BF16, .n = {512, 2048, 1}, .bench = 128},
-    {.op = &gemm, .dtype = MC_BF16, .n = {512, 2048, 128}, .bench = 8},
-    {.op = &gemm, .dtype = MC_F16, .n = {512, 2048, 1}, .bench = 128},
-    {.op = &gemm, .dtype = MC_F32, .n = {512, 2048, 1}, .bench = 64},
+    GEMM(MC_F32, 0, 0), GEMM(MC_BF16, 0, 0), GEMM(MC_F16, 0, 0),
+    GEMM(MC_F8E4M3, MC_F32, 128), GEMM(MC_F8E4M3, MC_BF16, 128), GEMM(MC_F8E4M3, MC_F8E8M0, 128),
+    GEMM(MC_F8E4M3, MC_F32, 0), GEMM(MC_F8E4M3, MC_F8E8M0, 0),
+    GEMM(MC_F4E2M1, MC_F8E8M0, 32),
+    GEMM(MC_INT8, MC_F32, 0), GEMM(MC_INT8, MC_F16, 32), GEMM(MC_INT8, MC_F32, 64),
+    GEMM(MC_INT8, MC_BF16, 128),
+    QGEMM(MC_F32, 0), QGEMM(MC_F16, 32), QGEMM(MC_F32, 64), QGEMM(MC_BF16, 64),
+    QGEMM(MC_BF16, 128),
+    TIMED_GEMV(gemm, MC_F8E4M3, MC_BF16, 128, 384),
+    TIMED_GEMV(gemm, MC_F8E4M3, MC_F32, 0, 384),
+    TIMED_GEMV(gemm, MC_BF16, 0, 0, 192),
+    TIMED_GEMV(gemm, MC_INT8, MC_F32, 0, 384),
+    TIMED_GEMV(qgemm, MC_INT4, MC_F32, 64, 768),
+    TIMED_GEMV(qgemm, MC_INT4, MC_F32, 0, 768),
+    TIMED_GEMV(gemm, MC_F4E2M1, MC_F8E8M0, 32, 768),
+    TIMED(gemm, MC_F16, 0, 0, 512, 2048, 1, 192), TIMED(gemm, MC_F32, 0, 0, 512, 2048, 1, 96),
+    TIMED(gemm, MC_F8E4M3, MC_BF16, 128, 512, 2048, 2, 256),
+    TIMED(gemm, MC_F8E4M3, MC_BF16, 128, 512, 2048, 3, 256),
+    TIMED(gemm, MC_F8E4M3, MC_BF16, 128, 512, 2048, 4, 256),
+    TIMED(gemm, MC_F8E4M3, MC_BF16, 128, 512, 2048, 8, 128),
+    TIMED(gemm, MC_F8E4M3, MC_BF16, 128, 512, 2048, 32, 32),
+    TIMED(gemm, MC_F8E4M3, MC_BF16, 128, 512, 2048, 128, 8),
+    TIMED(gemm, MC_F8E4M3, MC_BF16, 128, 2048, 512, 128, 8),
+    TIMED(gemm, MC_BF16, 0, 0, 512, 2048, 128, 8),
+    TIMED(gemm, MC_INT8, MC_F32, 0, 512, 2048, 128, 8),
+    TIMED(gemm, MC_F4E2M1, MC_F8E8M0, 32, 512, 2048, 128, 8),
+    TIMED(qgemm, MC_INT4, MC_F32, 64, 512, 2048, 4, 256),
+    TIMED(qgemm, MC_INT4, MC_F32, 64, 512, 2048, 32, 32),
+    {.op = &quantise, .dtype = MC_INT4, .block = 64, .n = {1, 2048}, .bench = 1},
     ALL_FILLS(.op = &attn, .dtype = MC_F32, .n = {1, 3, LEN, 5, 2}),
     ALL_FILLS(.op = &attn, .dtype = MC_BF16, .n = {1, 3, LEN, 5, 2}),
     ALL_FILLS(.op = &attn, .dtype = MC_F32, .n = {2, 4, 24, LEN, 64}),
@@ -370,7 +462,7 @@ void cases_each(void (*fn)(kcase *c, void *arg), void *arg) {
         for (size_t l = 0; l < (at < 0 ? 1 : sizeof lengths / sizeof *lengths); l++) {
             kcase c = table[i];
             if (at >= 0) c.n[at] = lengths[l];
-            if (c.op == &gemm && c.n[2] > 600) continue; /* tokens: pointers fit run_gemm */
+            if (c.n[2] > 600 && (c.op == &gemm || c.op == &qgemm)) continue; /* fit run_gemm */
             fn(&c, arg);
         }
     }
@@ -389,8 +481,13 @@ void case_free(kcase *c) {
 void case_name(const kcase *c, char *out, size_t size) {
     static const char *const fills[] = {"unit", "wide", "tiny", "special"};
     int n = snprintf(out, size, "%s", c->op->name);
-    if (c->op == &gemm || c->op == &attn)
+    if (c->op == &attn || c->op == &gemm || c->op == &qgemm || c->op == &quantise)
         n += snprintf(out + n, size - (size_t)n, " %s", mci_dtype_get(c->dtype)->name);
+    if ((c->op == &gemm || c->op == &qgemm) && mci_dtype_get(c->dtype)->scale_types)
+        n += snprintf(out + n, size - (size_t)n, "/%s", mci_dtype_get(c->scale)->name);
+    if (c->block && c->dtype != MC_F8E4M3) n += snprintf(out + n, size - (size_t)n, " g%d", c->block);
+    if (!c->block && (c->op == &gemm || c->op == &qgemm) && mci_dtype_get(c->dtype)->scale_types)
+        n += snprintf(out + n, size - (size_t)n, " row");
     for (int i = 0; i < 5 && (i == 0 || c->n[i]); i++)
         n += snprintf(out + n, size - (size_t)n, "%s%lld", i ? "x" : " ", (long long)c->n[i]);
     if (!c->bench) snprintf(out + n, size - (size_t)n, " %s", fills[c->in]);

@@ -20,12 +20,14 @@ typedef struct kop {
     /* out was filled with c->init (in-place inputs) or a pattern; part of parts: independent
      * shares of the work, for threads */
     void (*run)(const mci_ops *o, const kcase *c, void *out, int64_t part, int64_t parts);
+    int word; /* bytes of a value of out: 4 and 2 are f32 and bf16, of which any NaN equals any */
 } kop;
 
 struct kcase {
     const kop *op;
     int64_t n[5];     /* sizes, named beside each op in cases.c */
-    int dtype, scale; /* storage of weights or KV; of FP8 scales */
+    int dtype, scale; /* storage of weights or KV; of the weights' scales */
+    int block;        /* columns that share a scale, 0: the whole row; of FP8 128 means 128x128 */
     fill in;
     int64_t bench;    /* 0: not timed; else n[0] is multiplied by it when timed */
     /* made by setup */

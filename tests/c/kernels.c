@@ -38,9 +38,11 @@ static bool intact(const kcase *c, const uint8_t *base) {
     return true;
 }
 
-/* Index of the first difference in words of `size` bytes (2: bf16, 4: f32), or -1. */
+/* Index of the first difference in words of `size` bytes (1, 2: bf16, 4: f32), or -1. */
 static int64_t differs(const uint8_t *a, const uint8_t *b, int64_t bytes, int size) {
     for (int64_t i = 0; i < bytes / size; i++) {
+        if (size == 1 && a[i] != b[i]) return i;
+        if (size == 1) continue;
         uint32_t u = size == 2 ? (uint32_t)mci_u16(a + 2 * i) << 16 : mci_u32(a + 4 * i);
         uint32_t v = size == 2 ? (uint32_t)mci_u16(b + 2 * i) << 16 : mci_u32(b + 4 * i);
         bool nan = (u & 0x7fffffff) > 0x7f800000 && (v & 0x7fffffff) > 0x7f800000;
@@ -59,10 +61,10 @@ static void check_case(kcase *c, void *arg) {
     c->op->run(&mci_ops_ref, c, ref, 0, 1);
     for (int64_t i = 0, parts = MCI_MIN(c->parts, 3); i < parts; i++)
         c->op->run(o, c, out, i, parts);
-    int size = c->out_bytes % 4 || !strcmp(c->op->name, "to_bf16") ? 2 : 4;
+    const int size = c->op->word;
     int64_t at = differs(ref, out, c->out_bytes, size);
     CHECK(at < 0, "%s %s: value %lld is %08x, should be %08x", o->name, name, (long long)at,
-          mci_u32(out + size * at - (size == 2) * 2), mci_u32(ref + size * at - (size == 2) * 2));
+          mci_u32(out + size * at - (4 - size)), mci_u32(ref + size * at - (4 - size)));
     CHECK(intact(c, base) && intact(c, ref_base), "%s %s: wrote outside", o->name, name);
     free(ref_base);
     free(base);
@@ -78,7 +80,7 @@ static void check_codes(const mci_ops *o) {
     for (int i = 0; i < 256; i++) codes[i] = (uint8_t)i;
     mci_decode(MC_F8E4M3, codes, 256, decoded);
     mci_mat m = {.data = codes, .scale = (const uint8_t *)scale, .rows = 256, .cols = 1,
-                 .dtype = MC_F8E4M3, .scale_dtype = MC_F32};
+                 .dtype = MC_F8E4M3, .scale_dtype = MC_F32, .block_rows = 128, .block_cols = 128};
     for (int64_t n = 1; n <= 4; n++) {
         o->gemm(&m, 0, 256, x, n, yp);
         for (int i = 0; i < 256; i++) {
@@ -106,7 +108,7 @@ static void check_negative_zero(const mci_ops *o) {
         yp[t] = &y[t];
     }
     mci_mat m = {.data = codes, .scale = (const uint8_t *)scale, .rows = 1, .cols = K,
-                 .dtype = MC_F8E4M3, .scale_dtype = MC_F32};
+                 .dtype = MC_F8E4M3, .scale_dtype = MC_F32, .block_rows = 128, .block_cols = 128};
     for (int64_t n = 1; n <= T; n++) {
         o->gemm(&m, 0, 1, x, n, yp);
         for (int64_t t = 0; t < n; t++)

@@ -192,7 +192,9 @@ static void rows(void) {
                  .rows = R,
                  .cols = C,
                  .dtype = MC_F8E4M3,
-                 .scale_dtype = MC_F32};
+                 .scale_dtype = MC_F32,
+                 .block_rows = 128,
+                 .block_cols = 128};
     for (int r = 0; r < R; r++) {
         mci_mat_row(&m, r, row);
         for (int c = 0; c < C; c++)

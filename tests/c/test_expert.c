@@ -16,7 +16,9 @@ static mc_tensor tensor(int file, int64_t offset, int64_t rows, int64_t cols, in
                        .rows = rows,
                        .cols = cols,
                        .scale_file = dtype == MC_F8E4M3 ? 0 : -1,
-                       .scale_dtype = MC_BF16};
+                       .scale_dtype = MC_BF16,
+                       .block_rows = dtype == MC_F8E4M3 ? 128 : 0,
+                       .block_cols = dtype == MC_F8E4M3 ? 128 : 0};
 }
 
 static void check_slab(void) {

@@ -125,13 +125,17 @@ static void names(void) {
     float y = 0, x = 2;
     uint8_t w = 0x40;
     float s = 0.5f;
-    CHECK(mc_gemm("scalar", MC_F8E4M3, &w, MC_F32, &s, 1, 1, &x, 1, &y, &e) == MC_OK && y == 2,
-          "%g", (double)y);
-    CHECK(mc_gemm(NULL, MC_F8E4M3, &w, MC_F32, NULL, 1, 1, &x, 1, &y, &e) == MC_EINVAL, "scale");
-    CHECK(mc_gemm(NULL, MC_F8E4M3, &w, MC_F16, &s, 1, 1, &x, 1, &y, &e) == MC_EINVAL, "scale");
-    CHECK(mc_gemm(NULL, 99, &w, MC_F32, &s, 1, 1, &x, 1, &y, &e) == MC_EINVAL, "dtype");
-    CHECK(mc_gemm(NULL, MC_F32, &w, 0, NULL, INT64_MAX, 2, &x, 1, &y, &e) == MC_EINVAL, "size");
-    CHECK(mc_gemm("x", MC_F32, &w, 0, NULL, 1, 1, &x, 1, &y, &e) == MC_EINVAL, "isa");
+    mc_tensor t = {.dtype = MC_F8E4M3, .rows = 1, .cols = 1, .block_rows = 128, .block_cols = 128};
+    CHECK(mc_gemm("scalar", &t, &w, &s, &x, 1, &y, &e) == MC_OK && y == 2, "%g", (double)y);
+    CHECK(mc_gemm("x", &t, &w, &s, &x, 1, &y, &e) == MC_EINVAL, "isa");
+    CHECK(mc_gemm(NULL, &t, NULL, &s, &x, 1, &y, &e) == MC_EINVAL, "no weights");
+    CHECK(mc_gemm(NULL, &t, &w, NULL, &x, 1, &y, &e) == MC_EFORMAT, "no scale");
+    t.scale_dtype = MC_F16;
+    CHECK(mc_gemm(NULL, &t, &w, &s, &x, 1, &y, &e) == MC_EFORMAT, "scale dtype");
+    t.dtype = 99;
+    CHECK(mc_gemm(NULL, &t, &w, &s, &x, 1, &y, &e) == MC_EFORMAT, "dtype");
+    t = (mc_tensor){.rows = INT64_MAX, .cols = 2};
+    CHECK(mc_gemm(NULL, &t, &w, NULL, &x, 1, &y, &e) == MC_EFORMAT, "size");
 }
 
 int main(void) {

@@ -223,7 +223,7 @@ static void reset(target *t) {
 }
 
 static void bad_tensors(target *t, mc_tensor *x, int64_t sizes[2], bool optional) {
-    static const int64_t no_file[] = {99, INT32_MAX}, no_dtype[] = {-1, 4, INT32_MAX, INT32_MIN},
+    static const int64_t no_file[] = {99, INT32_MAX}, no_dtype[] = {-1, 8, INT32_MAX, INT32_MIN},
                          no_size[] = {0, -1, INT64_MIN, INT64_MAX, 1ll << 62, 1ll << 33};
     const mc_tensor good = *x;
     const bool scaled = good.dtype == MC_F8E4M3;
@@ -258,6 +258,10 @@ static void bad_tensors(target *t, mc_tensor *x, int64_t sizes[2], bool optional
     for (int i = 0; scaled && i < 7; i++) BAD(scale_offset, far[i], int64_t);
     for (int i = 0; scaled && i < 4; i++) BAD(scale_dtype, no_dtype[i], int32_t);
     if (scaled) BAD(scale_dtype, MC_F16, int32_t);
+    BAD(dtype, MC_F8E8M0, int32_t);
+    BAD(dtype, scaled ? MC_F4E2M1 : MC_INT8, int32_t);
+    BAD(block_rows, scaled ? 1 : 128, int32_t);
+    BAD(block_cols, scaled ? 64 : 32, int32_t);
     x->rows = x->cols = 1ll << 32; /* the product overflows */
     must_fail(t, "rows * cols", 0);
     *x = good;

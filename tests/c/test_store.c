@@ -36,8 +36,9 @@ static mc_tensor place(model *m, rng *r, int file, int dtype, int64_t rows, int6
                    .rows = rows,
                    .cols = cols,
                    .scale_file = -1};
-    m->size[file] += rows * cols * mci_dtype_get(dtype)->bytes;
-    if (!mci_dtype_get(dtype)->scaled) return t;
+    m->size[file] += rows * mci_row_bytes(dtype, cols);
+    if (!mci_dtype_get(dtype)->scale_types) return t;
+    t.block_rows = t.block_cols = 128;
     t.scale_file = 2; /* the scales apart, sometimes with a hole between them */
     t.scale_dtype = rng_below(r, 2) ? MC_BF16 : MC_F32;
     if (rng_below(r, 10) == 0) m->size[2] += (int64_t)rng_below(r, 100000);
@@ -129,7 +130,7 @@ static bool mat_right(const mci_mat *v, const mc_tensor *t) {
     return v->rows == t->rows && v->cols == t->cols && v->dtype == t->dtype &&
            (v->scale != NULL) == (t->scale_file >= 0) &&
            bytes_right(v->data, t->file, t->offset,
-                       t->rows * t->cols * mci_dtype_get(t->dtype)->bytes) &&
+                       t->rows * mci_row_bytes(t->dtype, t->cols)) &&
            (!v->scale || (v->scale_dtype == t->scale_dtype &&
                           bytes_right(v->scale, t->scale_file, t->scale_offset, scales)));
 }
@@ -298,7 +299,9 @@ static mc_tensor tensor(int file, int64_t offset, int64_t rows, int64_t cols, in
                        .rows = rows,
                        .cols = cols,
                        .scale_file = dtype == MC_F8E4M3 ? 0 : -1,
-                       .scale_dtype = MC_BF16};
+                       .scale_dtype = MC_BF16,
+                       .block_rows = dtype == MC_F8E4M3 ? 128 : 0,
+                       .block_cols = dtype == MC_F8E4M3 ? 128 : 0};
 }
 
 static void check_bind_errors(const model *m) {

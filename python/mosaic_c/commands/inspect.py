@@ -211,7 +211,7 @@ def _moe(located: Located) -> dict[str, Any] | None:
         return None
     size = np.zeros(0, np.int64)
     for e in located.experts:
-        width = np.array([SIZES[x] for x in CODE_NAMES])[e["dtype"]]
+        width = np.array([SIZES.get(x, 0) for x in CODE_NAMES])[e["dtype"]]
         size = np.append(size, (e["rows"] * e["cols"] * width).sum(axis=1))
     return {
         "experts": moe.experts.count,
