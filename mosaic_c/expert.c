@@ -76,6 +76,11 @@ mci_mat mci_experts_mat(const mci_experts *x, int32_t expert, int k, const mci_l
                      .block_cols = m->block_cols};
 }
 
+bool mci_experts_fp8(const mci_experts *x, int32_t expert) {
+    const mci_mat_ref *m = x->ref[expert].mat;
+    return m[0].dtype == MC_F8E4M3 && m[1].dtype == MC_F8E4M3 && m[2].dtype == MC_F8E4M3;
+}
+
 mci_layout mci_experts_layout(const mci_experts *x, int32_t expert) {
     mci_range r[3];
     for (int k = 0; k < 3; k++) {

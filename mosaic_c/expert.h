@@ -52,6 +52,8 @@ int mci_experts_bind(mc_engine *e, mci_experts *x, int32_t layer, const mc_exper
                      mc_error *err);
 void mci_experts_free(mc_engine *e, mci_experts *x);
 mci_layout mci_experts_layout(const mci_experts *x, int32_t expert);
+/* Are all three matrices FP8, so that a search for its NaN codes means something? */
+bool mci_experts_fp8(const mci_experts *x, int32_t expert);
 /* Matrix k (gate, up, down) of an expert whose slab is at `slab`. */
 mci_mat mci_experts_mat(const mci_experts *x, int32_t expert, int k, const mci_layout *l,
                         const uint8_t *slab);

@@ -38,6 +38,8 @@ typedef struct mci_read {
     uint8_t *fresh; /* memory never touched so far, of fresh_bytes: the lane makes its pages exist
                        before it reads into them; NULL: none */
     int64_t fresh_bytes;
+    bool (*scan)(const uint8_t *p, int64_t n); /* NULL, or the lane asks it of every run read, and */
+    bool found;     /* is true where it was of any */
     mc_error err;   /* code 0: complete */
     int64_t bytes;  /* taken from the file, superset included */
     struct mci_read *next;

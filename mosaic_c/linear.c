@@ -56,6 +56,7 @@ int mci_weight_load(mc_engine *e, const mc_tensor *t, int64_t rows, int64_t cols
     run = (mci_run){.file = t->file, .offset = t->offset, .bytes = bytes, .dst = base + lead};
     if ((rc = mci_io_load(e->io, &run, err)) < 0) goto fail;
     out->mat = mci_mat_of(t, run.dst, scale_bytes ? base + scale_at : NULL);
+    out->mat.no_nan = t->dtype == MC_F8E4M3 && !e->ops->f8_has_nan(run.dst, bytes);
     if (scale_bytes) {
         rc = mci_io_fetch(e->io, t->scale_file, t->scale_offset, scale_bytes, base + scale_at, err);
         if (rc < 0) goto fail;

@@ -60,6 +60,8 @@ typedef struct mci_ops {
     /* Fills an mci_qact from x (n): s = max(absmax / 127, 1e-12), q = x / s, rounded half to even
      * and clamped to +-127. A group that holds a NaN or an infinity has q = 0 and s = NaN. */
     void (*quantise)(const float *x, int64_t n, int64_t group, int8_t *q, float *s, int32_t *q8);
+    /* Is any of n FP8 codes a NaN (0x7f, 0xff)? */
+    bool (*f8_has_nan)(const uint8_t *p, int64_t n);
     /* y = x * (1 / sqrt(mean(x^2) + eps)) * w ; the mean is sum / n; y may be x. Order: (x * r) * w. */
     void (*rmsnorm)(const float *x, const float *w, float eps, int64_t n, float *y);
     /* x = x * (1 / sqrt(sum(x^2) + eps)) * scale, as (x * r) * scale. In place. */

@@ -43,6 +43,21 @@ AVX2 void mci_avx2_to_bf16(const float *x, int64_t n, uint16_t *y) {
     }
 }
 
+/* 0x7f is the largest signed byte, 0xff the largest unsigned one. */
+AVX2 bool mci_avx2_f8_has_nan(const uint8_t *p, int64_t n) {
+    __m256i smax = _mm256_setzero_si256(), umax = smax;
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32) {
+        __m256i v = _mm256_loadu_si256((const __m256i *)(const void *)(p + i));
+        smax = _mm256_max_epi8(smax, v);
+        umax = _mm256_max_epu8(umax, v);
+    }
+    __m256i a = _mm256_cmpeq_epi8(smax, _mm256_set1_epi8(0x7f));
+    __m256i b = _mm256_cmpeq_epi8(umax, _mm256_set1_epi8(-1));
+    return _mm256_movemask_epi8(_mm256_or_si256(a, b)) != 0 ||
+           mci_ops_ref.f8_has_nan(p + i, n - i);
+}
+
 AVX2_INLINE float sum_squares(const float *x, int64_t n) {
     __m256 t = _mm256_setzero_ps();
     for (int64_t i = 0; i < n; i += 8) {
@@ -136,6 +151,7 @@ const mci_ops mci_ops_avx2 = {
     .gemm = mci_avx2_gemm,
     .qgemm = mci_avx2_qgemm,
     .quantise = mci_avx2_quantise,
+    .f8_has_nan = mci_avx2_f8_has_nan,
     .rmsnorm = mci_avx2_rmsnorm,
     .l2norm = mci_avx2_l2norm,
     .silu_mul = mci_avx2_silu_mul,

@@ -117,6 +117,7 @@ void mci_avx2_vexp(const float *x, int64_t n, float *y);
 void mci_avx2_vsigmoid(const float *x, int64_t n, float *y);
 void mci_avx2_vsoftplus(const float *x, int64_t n, float *y);
 void mci_avx2_to_bf16(const float *x, int64_t n, uint16_t *y);
+bool mci_avx2_f8_has_nan(const uint8_t *p, int64_t n);
 void mci_avx2_rmsnorm(const float *x, const float *w, float eps, int64_t n, float *y);
 void mci_avx2_l2norm(float *x, float eps, float scale, int64_t n);
 void mci_avx2_silu_mul(const float *g, const float *u, int64_t n, float *y);

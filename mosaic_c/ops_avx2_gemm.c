@@ -152,7 +152,7 @@ AVX2_INLINE void dot_block(const uint8_t *const *p, const int nr, const float *c
 AVX2_INLINE void dot_rows(const mci_mat *w, const int64_t *row, const int nr,
                           const float *const *x, const int nt, float *const *y, const int dtype) {
     const int size = size_of(dtype);
-    const int64_t K = w->cols;
+    const int64_t K = w->cols, blocks = mci_mat_blocks(w);
     const uint8_t *p[ROWS];
     const float *xp[DIRECT_TOK];
     const uint8_t *scale[ROWS]; /* of the row's first block */
@@ -164,7 +164,7 @@ AVX2_INLINE void dot_rows(const mci_mat *w, const int64_t *row, const int nr,
         scale[r] = is_f8(dtype) ? mci_scale_row(w, row[r]) : NULL;
         UNROLL for (int t = 0; t < nt; t++) tot[r][t] = _mm256_setzero_ps();
     }
-    for (int64_t b = 0; b < mci_mat_blocks(w); b++) {
+    for (int64_t b = 0; b < blocks; b++) {
         const int64_t left = K - b * MCI_BLOCK;
         if (left >= MCI_BLOCK)
             dot_block(p, nr, xp, nt, MCI_BLOCK, acc, &nan, dtype);

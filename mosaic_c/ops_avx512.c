@@ -15,6 +15,7 @@ const mci_ops mci_ops_avx512 = {
     .gemm = mci_avx512_gemm,
     .qgemm = mci_avx2_qgemm,
     .quantise = mci_avx2_quantise,
+    .f8_has_nan = mci_avx2_f8_has_nan,
     .rmsnorm = mci_avx2_rmsnorm,
     .l2norm = mci_avx2_l2norm,
     .silu_mul = mci_avx2_silu_mul,

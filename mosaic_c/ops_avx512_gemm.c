@@ -169,7 +169,7 @@ AVX512_INLINE void dot_rows(const mci_mat *w, const int64_t *row, const int nq,
                             const float *const *x, const int nt, float *const *y,
                             const int dtype) {
     const int size = size_of(dtype);
-    const int64_t K = w->cols;
+    const int64_t K = w->cols, blocks = mci_mat_blocks(w);
     const uint8_t *p[ROWS], *scale[ROWS]; /* scale: of the row's first block */
     const float *xp[DIRECT_TOK];
     sums tot, acc;
@@ -181,7 +181,7 @@ AVX512_INLINE void dot_rows(const mci_mat *w, const int64_t *row, const int nq,
     }
     UNROLL for (int q = 0; q < nq; q++)
         UNROLL for (int t = 0; t < nt; t++) tot[q][t][0] = tot[q][t][1] = _mm512_setzero_ps();
-    for (int64_t b = 0; b < mci_mat_blocks(w); b++) {
+    for (int64_t b = 0; b < blocks; b++) {
         const int64_t left = K - b * MCI_BLOCK;
         if (left >= MCI_BLOCK)
             dot_block(p, nq, xp, nt, MCI_BLOCK, acc, &nan, dtype);

@@ -135,6 +135,12 @@ static void qgemm(const mci_mat *w, int64_t r0, int64_t r1, const mci_qact *x, i
     }
 }
 
+static bool f8_has_nan(const uint8_t *p, int64_t n) {
+    for (int64_t i = 0; i < n; i++)
+        if ((p[i] & 0x7f) == 0x7f) return true;
+    return false;
+}
+
 /* ---- rows of activations --------------------------------------------------------------------- */
 
 static float sum_squares(const float *x, int64_t n) {
@@ -278,6 +284,7 @@ const mci_ops mci_ops_ref = {
     .gemm = gemm,
     .qgemm = qgemm,
     .quantise = quantise,
+    .f8_has_nan = f8_has_nan,
     .rmsnorm = rmsnorm,
     .l2norm = l2norm,
     .silu_mul = silu_mul,

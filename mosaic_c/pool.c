@@ -1,8 +1,10 @@
 /* pool.c - worker threads that claim chunks of a region.
  *
  * `left` is the whole protocol: the number of unclaimed chunks. A claim is a compare-and-swap from
- * k > 0 to k - 1 and means chunk n - k. A claim succeeds only while its region is open, and the
- * region stays open until the claimed chunk is counted in `done`; so fn, ctx and n, written before
+ * k > 0 to k - m and means the m chunks from n - k on: many at first, one at a time in the end, since
+ * neighbours lie side by side in memory and a kernel that goes on to the next one finds it
+ * prefetched. A claim succeeds only while its region is open, and the region stays open until the
+ * claimed chunks are counted in `done`; so fn, ctx and n, written before
  * `left` was opened, are stable for whoever holds a claim, and a worker that slept through regions
  * can do no harm.
  *
@@ -28,6 +30,7 @@
 #endif
 
 #define SPIN_S 20e-6 /* more slows a machine whose cores are busy elsewhere */
+#define SHARES 4       /* a claim is this part of a thread's share of what is left */
 #define STACK_BYTES (512 << 10)
 #define MAX_THREADS 256
 
@@ -106,15 +109,17 @@ static void futex_wake(atomic_uint *word, int n) {
 static int64_t claim_all(mci_pool *p, int thread, int64_t *n) {
     int64_t mine = 0, k = atomic_load_explicit(&p->left, memory_order_relaxed);
     while (k > 0) {
-        if (!atomic_compare_exchange_weak_explicit(&p->left, &k, k - 1, memory_order_acquire,
+        const int64_t m = MCI_MAX(k / (SHARES * p->threads), 1);
+        if (!atomic_compare_exchange_weak_explicit(&p->left, &k, k - m, memory_order_acquire,
                                                    memory_order_relaxed))
             continue;
-        if (mine++ == 0) {
+        if (mine == 0) {
             *n = p->n;
             if (!atomic_load_explicit(&p->ran[thread], memory_order_relaxed))
                 atomic_store_explicit(&p->ran[thread], 1, memory_order_relaxed);
         }
-        p->fn(p->ctx, *n - k, thread);
+        for (int64_t i = 0; i < m; i++) p->fn(p->ctx, *n - k + i, thread);
+        mine += m;
         k = atomic_load_explicit(&p->left, memory_order_relaxed);
     }
     return mine;

@@ -32,7 +32,8 @@ typedef struct entry {
     bool keep; /* the policy holds it when the line is over */
 } entry;
 
-enum { WARM = 1, USED = 2 }; /* flags of a slab: its pages exist; scratch of settle() */
+/* flags of a slab: its pages exist; scratch of settle(); no FP8 code in it is a NaN */
+enum { WARM = 1, USED = 2, NO_NAN = 4 };
 
 struct mc_store {
     _Atomic int64_t refs;
@@ -263,7 +264,7 @@ static void settle(mc_store *s) {
         if (s->slab_of[i] < limit) continue;
         while (s->flags[low] & USED) low++;
         memcpy(slab_at(s, low), slab_at(s, s->slab_of[i]), (size_t)s->slab_bytes);
-        s->flags[low] = WARM | USED;
+        s->flags[low] = (uint8_t)(WARM | USED | (s->flags[s->slab_of[i]] & NO_NAN));
         s->slab_of[i] = low;
     }
     s->n_free = 0;
@@ -348,6 +349,7 @@ static void issue(mc_store *s) {
         r->fresh_bytes = s->slab_bytes;
         r->n_run = l.n_run;
         r->tag = en - s->line;
+        r->scan = mci_experts_fp8(&s->layers[s->layer], en->expert) ? s->e->ops->f8_has_nan : NULL;
         for (int32_t i = 0; i < l.n_run; i++)
             r->run[i] = (mci_run){l.run[i].file, l.run[i].offset, l.run[i].bytes,
                                   slab_at(s, en->slab) + l.at[i] + l.run[i].offset % MCI_IO_BLOCK};
@@ -372,6 +374,8 @@ static void arrived(mc_store *s, mci_read *r) {
         return;
     }
     en->state = READY;
+    s->flags[en->slab] &= (uint8_t)~NO_NAN;
+    if (r->scan && !r->found) s->flags[en->slab] |= NO_NAN;
     if (en->keep) s->slab_of[item_of(s, en)] = en->slab;
     s->ready[s->ready_tail++] = (int32_t)r->tag;
     issue(s);
@@ -455,8 +459,10 @@ int mci_store_next(mc_store *s, mci_expert_view *out, int32_t max, bool wait, mc
             entry *en = &s->line[i];
             mci_layout l = mci_experts_layout(x, en->expert);
             mci_mat m[3];
-            for (int k = 0; k < 3; k++)
+            for (int k = 0; k < 3; k++) {
                 m[k] = mci_experts_mat(x, en->expert, k, &l, slab_at(s, en->slab));
+                m[k].no_nan = s->flags[en->slab] & NO_NAN;
+            }
             out[n] = (mci_expert_view){.index = i, .gate = m[0], .up = m[1], .down = m[2]};
             en->state = TAKEN;
         }
