@@ -138,10 +138,10 @@ static bool mat_right(const mci_mat *v, const mc_tensor *t) {
                           bytes_right(v->scale, t->scale_file, t->scale_offset, scales)));
 }
 
-static int64_t seen[2]; /* FP8 experts whose view says that NaN codes are possible, and not */
+static int64_t searched[2]; /* FP8 experts whose view says that NaN codes are possible, and not */
 
 static bool view_right(const mci_expert_view *v, const mc_expert *x) {
-    if (v->gate.dtype == MC_F8E4M3) seen[v->gate.no_nan]++;
+    if (v->gate.dtype == MC_F8E4M3) searched[v->gate.no_nan]++;
     return mat_right(&v->gate, &x->gate) && mat_right(&v->up, &x->up) &&
            mat_right(&v->down, &x->down);
 }
@@ -580,7 +580,7 @@ int main(int argc, char **argv) {
     check_memory_returned();
     rmdir(dir);
     free(m);
-    CHECK(seen[0] > 10 && seen[1] > 10, "experts searched for NaN codes: %lld with, %lld without",
-          (long long)seen[0], (long long)seen[1]);
+    CHECK(searched[0] > 10 && searched[1] > 10, "experts searched for NaN codes: %lld with, %lld without",
+          (long long)searched[0], (long long)searched[1]);
     return test_end();
 }
