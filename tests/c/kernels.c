@@ -1,6 +1,9 @@
-/* kernels.c - the case table in two modes.
+/* kernels.c - the case table in three modes.
  *
- *   kernels check            every kernel set this CPU runs, bit for bit against ops_ref
+ *   kernels check [set]      every kernel set this CPU runs, or the one named, bit for bit against
+ *                            ops_ref
+ *   kernels sums             CRC-32C of what ops_ref computes, one line a case: the same list on
+ *                            every machine
  *   kernels bench [threads [word [set]]]   speed of the best set, or of the set named, beside plain
  *                            reads and FMA peak (of that set's registers) of the same run; only the
  *                            cases whose name holds the word
@@ -8,6 +11,7 @@
  * Any NaN equals any NaN; everything else, zeros' signs included, must match. */
 #include "cases.h"
 #include "cpu.h"
+#include "crc.h"
 #include "pool.h"
 #include "test.h"
 
@@ -38,16 +42,17 @@ static bool intact(const kcase *c, const uint8_t *base) {
     return true;
 }
 
-/* Index of the first difference in words of `size` bytes (1, 2: bf16, 4: f32), or -1. */
+/* Value i as bits: a byte, or an f32 of which one NaN stands for all. size: 1, 2 (bf16), 4. */
+static uint32_t value_bits(const uint8_t *p, int64_t i, int size) {
+    if (size == 1) return p[i];
+    uint32_t u = size == 2 ? (uint32_t)mci_u16(p + 2 * i) << 16 : mci_u32(p + 4 * i);
+    return (u & 0x7fffffff) > 0x7f800000 ? 0x7fc00000 : u;
+}
+
+/* Index of the first difference, or -1. */
 static int64_t differs(const uint8_t *a, const uint8_t *b, int64_t bytes, int size) {
-    for (int64_t i = 0; i < bytes / size; i++) {
-        if (size == 1 && a[i] != b[i]) return i;
-        if (size == 1) continue;
-        uint32_t u = size == 2 ? (uint32_t)mci_u16(a + 2 * i) << 16 : mci_u32(a + 4 * i);
-        uint32_t v = size == 2 ? (uint32_t)mci_u16(b + 2 * i) << 16 : mci_u32(b + 4 * i);
-        bool nan = (u & 0x7fffffff) > 0x7f800000 && (v & 0x7fffffff) > 0x7f800000;
-        if (u != v && !nan) return i;
-    }
+    for (int64_t i = 0; i < bytes / size; i++)
+        if (value_bits(a, i, size) != value_bits(b, i, size)) return i;
     return -1;
 }
 
@@ -117,20 +122,54 @@ static void check_negative_zero(const mci_ops *o) {
     }
 }
 
-static int check(void) {
+static void check_set(const mci_ops *o) {
+    check_codes(o);
+    check_negative_zero(o);
+    cases_each(check_case, (void *)(uintptr_t)o);
+    printf("kernels: %s checked\n", o->name);
+}
+
+static int check(const char *set) {
     static const char *const names[] = {"avx512", "avx2", "scalar"};
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        const mci_ops *o;
-        if (mci_ops_get(names[i], &o, NULL) != MC_OK) {
+    const mci_ops *o;
+    if (set) {
+        mc_error err = {0};
+        CHECK(mci_ops_get(set, &o, &err) == MC_OK, "%s", err.message);
+        if (o) check_set(o);
+    }
+    for (size_t i = 0; i < sizeof names / sizeof *names && !set; i++) {
+        if (mci_ops_get(names[i], &o, NULL) == MC_OK)
+            check_set(o);
+        else
             printf("kernels: %s cannot run here, not checked\n", names[i]);
-            continue;
-        }
-        check_codes(o);
-        check_negative_zero(o);
-        cases_each(check_case, (void *)(uintptr_t)o);
-        printf("kernels: %s checked\n", o->name);
     }
     return test_end();
+}
+
+/* ---- sums ------------------------------------------------------------------------------------ */
+
+static void print_sum(kcase *c, void *arg) {
+    (void)arg;
+    char name[128];
+    uint8_t *base;
+    mci_crc crc;
+    case_setup(c, false);
+    case_name(c, name, sizeof name);
+    uint8_t *out = guarded(c, &base);
+    c->op->run(&mci_ops_ref, c, out, 0, 1);
+    mci_crc_init(&crc);
+    for (int64_t i = 0; i < c->out_bytes / c->op->word; i++) {
+        uint32_t u = value_bits(out, i, c->op->word);
+        mci_crc_add(&crc, &u, sizeof u);
+    }
+    printf("%08x %s\n", crc.value, name);
+    free(base);
+    case_free(c);
+}
+
+static int sums(void) {
+    cases_each(print_sum, NULL);
+    return 0;
 }
 
 /* ---- bench ----------------------------------------------------------------------------------- */
@@ -278,5 +317,6 @@ int main(int argc, char **argv) {
         return bench_all(asked > 0 ? asked : threads, argc > 3 ? argv[3] : NULL,
                          argc > 4 ? argv[4] : NULL);
     }
-    return check();
+    if (argc >= 2 && !strcmp(argv[1], "sums")) return sums();
+    return check(argc > 2 ? argv[2] : NULL);
 }

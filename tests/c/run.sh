@@ -1,10 +1,11 @@
 #!/bin/sh
 # run.sh PROGRAM... - runs every test program, shows what it prints, and ends with the total. A
-# program that ends with "N passed, N failed" brings its own counts, any other counts as one.
+# program that ends with "N passed, N failed" brings its own counts, any other counts as one. RUN, if
+# set, is the emulator that runs them.
 passed=0 failed=0
 for program in "$@"; do
     name=$(basename "$program")
-    out=$("$program" 2>&1)
+    out=$($RUN "$program" 2>&1)
     rc=$?
     last=$(printf '%s\n' "$out" | tail -n 1)
     case $last in
