@@ -133,6 +133,9 @@ void mci_avx2_quantise(const float *x, int64_t n, int64_t group, int8_t *q, floa
 void mci_avx2_qgemm(const mci_mat *w, int64_t r0, int64_t r1, const mci_qact *x, int64_t n_tok,
                     float *const *y);
 
+/* ops_avx2_gemm.c: out = the scales of up to 8 of the n K blocks from b on; row: of mci_scale_row. */
+void mci_avx2_scales(const mci_mat *w, const uint8_t *row, int64_t b, int64_t n, float out[8]);
+
 /* ops_avx2_gemm.c, ops_avx2_mix.c */
 void mci_avx2_gemm(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x, int64_t n_tok,
                    float *const *y);
