@@ -133,31 +133,6 @@ AVX2 static bool row_has_nan(const uint8_t *p, int64_t n) {
     return watch_saw(&w);
 }
 
-/* ---- scales ---------------------------------------------------------------------------------- */
-
-AVX2 void mci_avx2_scales(const mci_mat *w, const uint8_t *row, int64_t b, int64_t n,
-                          float out[8]) {
-    if (n < 8) {
-        for (int64_t i = 0; i < n; i++) out[i] = mci_scale_of(w, row, b + i);
-        return;
-    }
-    const uint8_t *p = row + b * mci_scale_size(w);
-    __m256 s;
-    if (!w->block_cols) {
-        s = _mm256_set1_ps(mci_scale_of(w, row, 0));
-    } else if (w->scale_dtype == MC_F8E8M0) { /* an exponent; 0 stands for 2^-127, 0xff is NaN */
-        __m256i e = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p));
-        __m256i nan = _mm256_srli_epi32(_mm256_cmpeq_epi32(e, _mm256_set1_epi32(0xff)), 1);
-        e = _mm256_max_epi32(_mm256_slli_epi32(e, 23), _mm256_set1_epi32(0x00400000));
-        s = _mm256_castsi256_ps(_mm256_or_si256(e, nan));
-    } else {
-        s = w->scale_dtype == MC_F32    ? _mm256_loadu_ps((const float *)(const void *)p)
-            : w->scale_dtype == MC_BF16 ? load_bf16(p)
-                       : _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p));
-    }
-    _mm256_storeu_ps(out, s);
-}
-
 /* ---- few tokens: decode on the fly ----------------------------------------------------------- */
 
 /* acc[r][t] = the dot product of n columns of nr rows and nt tokens, in lanes. All but n, and for a
@@ -214,7 +189,8 @@ AVX2_INLINE void dot_rows(const mci_mat *w, const int64_t *row, const int nr,
     for (int64_t b = 0, left = K; left > 0; b++, left -= block) {
         if (small && b % 8 == 0)
             UNROLL for (int r = 0; r < nr; r++)
-                mci_avx2_scales(w, scales[r], b, (left + block - 1) / block, scale[r]);
+                _mm256_storeu_ps(scale[r],
+                                 scales8(w, scales[r], b, (left + block - 1) / block));
         if (b % (STRETCH / block) == 0)
             UNROLL for (int r = 0; r < nr; r++)
                 for (int i = 0; i < bytes_of(STRETCH, dtype); i += 64)
@@ -314,8 +290,8 @@ AVX2_INLINE void many_tokens(const mci_mat *w, int64_t r0, int64_t r1, const flo
                 const int64_t blocks = (n + block - 1) / block;
                 for (int64_t b = 0; b < blocks; b += 8)
                     if (is_scaled(dtype))
-                        mci_avx2_scales(w, mci_scale_row(w, at), k0 / block + b, blocks - b,
-                                        m.scale[i] + b);
+                        _mm256_storeu_ps(m.scale[i] + b, scales8(w, mci_scale_row(w, at),
+                                                                 k0 / block + b, blocks - b));
             }
             const float *xp[3];
             int64_t t = 0;
