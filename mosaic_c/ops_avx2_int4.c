@@ -100,80 +100,84 @@ AVX2_INLINE void load_scales(const mci_mat *w, const uint8_t *const p[ROWS], int
     __m256 s[ROWS];
     for (int r = 0; r < ROWS; r++) {
         s[r] = scales8(w, p[r], g, n);
-        _mm_prefetch((const char *)p[r] + g * 4 + 512, _MM_HINT_T0);
+        _mm_prefetch((const char *)p[r] + g * mci_scale_size(w) + AHEAD / 2, _MM_HINT_T0);
     }
     turn8x8(s, scale);
 }
 
-/* y[t][row[r]] of the first n_rows of 8 rows, for nt tokens. */
-AVX2_INLINE void dot_rows(const mci_mat *w, const int64_t row[ROWS], int64_t n_rows,
-                          const mci_qact *x, const int nt, float *const *y) {
+/* Eight rows: lane r is row first + r * step; lanes from n on repeat a row and are not kept. */
+typedef struct lanes {
+    const uint8_t *w[ROWS], *scale[ROWS];
+    int64_t first, step, n;
+} lanes;
+
+/* y[t][row] for the rows of l and nt tokens. */
+AVX2_INLINE void dot_rows(const mci_mat *w, const lanes *l, const mci_qact *x, const int nt,
+                          float *const *y) {
     const int64_t K = w->cols, group = w->block_cols ? w->block_cols : K;
-    const int64_t scale_bytes = mci_mat_scales(w) * mci_scale_size(w);
-    const uint8_t *p[ROWS], *scales[ROWS];
     const int8_t *q[TOK];
     __m256 tot[TOK], scale[8];
-    for (int r = 0; r < ROWS; r++) {
-        p[r] = w->data + row[r] * ((K + 1) / 2);
-        scales[r] = w->scale + row[r] * scale_bytes;
-    }
     UNROLL for (int t = 0; t < nt; t++) {
         q[t] = x[t].q;
         tot[t] = _mm256_setzero_ps();
     }
-    int64_t c = 0;
-    for (int64_t g = 0; c < K; g++) {
-        const int64_t end = MCI_MIN(c + group, K);
+    for (int64_t g = 0, c = 0, left = K; left > 0; g++, left -= group) {
+        const int64_t end = c + MCI_MIN(group, left);
         __m256i isum[TOK];
-        if (g % 8 == 0) load_scales(w, scales, g, (K - c + group - 1) / group, scale);
+        if (g % 8 == 0) load_scales(w, l->scale, g, (left + group - 1) / group, scale);
         UNROLL for (int t = 0; t < nt; t++) isum[t] = _mm256_set1_epi32(-x[t].q8[g]);
         for (; c + CHUNK <= end; c += CHUNK) {
-            const int64_t r = c / CHUNK % 4 * 2; /* two rows a chunk, each row once in 64 bytes */
-            _mm_prefetch((const char *)p[r] + c / 2 + AHEAD, _MM_HINT_T0);
-            _mm_prefetch((const char *)p[r + 1] + c / 2 + AHEAD, _MM_HINT_T0);
-            add_chunk(p, c / 2, CHUNK, q, c, nt, isum);
+            if (c % 128 == 0)
+                UNROLL for (int r = 0; r < ROWS; r++)
+                    _mm_prefetch((const char *)l->w[r] + (c >> 1) + AHEAD, _MM_HINT_T0);
+            add_chunk(l->w, c >> 1, CHUNK, q, c, nt, isum);
         }
-        if (c < end) add_tail(p, c / 2, end - c, q, c, nt, isum);
+        if (c < end) add_tail(l->w, c >> 1, end - c, q, c, nt, isum);
         c = end;
         UNROLL for (int t = 0; t < nt; t++)
             tot[t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(isum[t]),
-                                     _mm256_mul_ps(scale[g % 8], _mm256_set1_ps(x[t].s[g])), tot[t]);
+                                     _mm256_mul_ps(scale[g % 8], _mm256_set1_ps(x[t].s[g])),
+                                     tot[t]);
     }
     UNROLL for (int t = 0; t < nt; t++) {
         float out[ROWS];
         _mm256_storeu_ps(out, tot[t]);
-        for (int r = 0; r < n_rows; r++) y[t][row[r]] = out[r];
+        for (int64_t r = 0; r < l->n; r++) y[t][l->first + r * l->step] = out[r];
     }
 }
 
 /* One function each, not inlined, so that every loop has the registers to itself. */
 #define DOT(nt)                                                                                    \
-    AVX2 static __attribute__((noinline)) void dot_##nt(const mci_mat *w, const int64_t *row,      \
-                                                        int64_t n_rows, const mci_qact *x,         \
-                                                        float *const *y) {                         \
-        dot_rows(w, row, n_rows, x, nt, y);                                                        \
+    AVX2 static __attribute__((noinline)) void dot_##nt(const mci_mat *w, const lanes *l,          \
+                                                        const mci_qact *x, float *const *y) {      \
+        dot_rows(w, l, x, nt, y);                                                                  \
     }
 DOT(1)
 DOT(2)
 DOT(3)
 DOT(4)
 
-/* Rows lie an eighth of the range apart, so memory sees 8 long sequential streams. The last few
- * rows go together; lanes without a row repeat the last one. */
+/* Rows lie an eighth of the range apart, so memory sees 8 long sequential streams; the last few
+ * go together. */
 AVX2 void mci_avx2_qgemm(const mci_mat *w, int64_t r0, int64_t r1, const mci_qact *x, int64_t n_tok,
                          float *const *y) {
-    static void (*const dot[TOK])(const mci_mat *w, const int64_t *row, int64_t n_rows,
-                                  const mci_qact *x, float *const *y) = {dot_1, dot_2, dot_3, dot_4};
-    const int64_t part = (r1 - r0) / ROWS, rest = (r1 - r0) % ROWS;
-    for (int64_t t = 0, nt; t < n_tok; t += nt) {
-        nt = MCI_MIN(n_tok - t, (int64_t)TOK);
-        int64_t row[ROWS];
-        for (int64_t i = 0; i < part; i++) {
-            for (int r = 0; r < ROWS; r++) row[r] = r0 + i + r * part;
-            dot[nt - 1](w, row, ROWS, x + t, y + t);
+    static void (*const dot[TOK])(const mci_mat *w, const lanes *l, const mci_qact *x,
+                                  float *const *y) = {dot_1, dot_2, dot_3, dot_4};
+    const int64_t row = mci_row_bytes(w->dtype, w->cols);
+    const int64_t scales = mci_mat_scales(w) * mci_scale_size(w);
+    const int64_t part = (r1 - r0) / ROWS;
+    lanes l = {.first = r0, .step = part, .n = ROWS};
+    for (int64_t i = 0; i < part + ((r1 - r0) % ROWS != 0); i++, l.first++) {
+        if (i == part) l = (lanes){.first = r0 + ROWS * part, .step = 1, .n = (r1 - r0) % ROWS};
+        for (int64_t r = 0; r < ROWS; r++) {
+            const int64_t at = l.first + MCI_MIN(r, l.n - 1) * l.step;
+            l.w[r] = w->data + at * row;
+            l.scale[r] = w->scale + at * scales;
         }
-        for (int r = 0; r < ROWS; r++) row[r] = MCI_MIN(r0 + ROWS * part + r, r1 - 1);
-        if (rest) dot[nt - 1](w, row, rest, x + t, y + t);
+        for (int64_t t = 0, nt; t < n_tok; t += nt) {
+            nt = MCI_MIN(n_tok - t, (int64_t)TOK);
+            dot[nt - 1](w, &l, x + t, y + t);
+        }
     }
 }
 
