@@ -63,7 +63,8 @@ AVX2_INLINE __m256 load_bf16(const uint8_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
 }
 
-/* Scales of K blocks b .. b+7 of a row, of which n exist (all, where n >= 8); row: mci_scale_row. */
+/* The scales of K blocks b .. b+7 of a row, of which n exist (all of them where n >= 8); row: of
+ * mci_scale_row. */
 AVX2_INLINE __m256 scales8(const mci_mat *w, const uint8_t *row, int64_t b, int64_t n) {
     if (!w->block_cols) return _mm256_set1_ps(mci_scale_of(w, row, 0));
     if (n < 8) {
@@ -154,6 +155,11 @@ float mci_avx2_exp_sum(float *x, int64_t n);
 void mci_avx2_quantise(const float *x, int64_t n, int64_t group, int8_t *q, float *s, int32_t *q8);
 void mci_avx2_qgemm(const mci_mat *w, int64_t r0, int64_t r1, const mci_qact *x, int64_t n_tok,
                     float *const *y);
+
+/* ops_avx2_f4.c: gemm of MXFP4 for 1 to MCI_F4_TOK tokens */
+enum { MCI_F4_TOK = 3 };
+void mci_avx2_f4(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x, int64_t n_tok,
+                 float *const *y);
 
 /* ops_avx2_gemm.c, ops_avx2_mix.c */
 void mci_avx2_gemm(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x, int64_t n_tok,

@@ -9,7 +9,9 @@
  *                 tokens at a time: 12 accumulators, 3 of x and 1 of w fill the 16 registers.
  *
  * A NaN weight makes the row's result NaN whatever x is, so FP8 rows are decoded as if no NaN
- * existed while a byte maximum watches for 0x7f and 0xff; a row that has one is set to NaN. */
+ * existed while a byte maximum watches for 0x7f and 0xff; a row that has one is set to NaN.
+ *
+ * The K block is a constant of each kernel. MXFP4 of few tokens: ops_avx2_f4.c. */
 #include "ops.h"
 
 #if defined(__x86_64__)
@@ -49,8 +51,8 @@ AVX2_INLINE int64_t bytes_of(int64_t n, const int dtype) {
  *   f32      s 000000ee m0000000000000000000000  2^-126 of the value
  *
  * F8_SMALL leaves it at that and x is multiplied by 2^120 instead, once for all rows; the products
- * are the same. Others scale the weight by an exact fma; its addend -0 keeps the sign of 0. (A plain
- * multiplication halves the speed where subnormal factors are slow, as on Zen.) */
+ * are the same. Others scale the weight by an exact fma; its addend -0 keeps the sign of 0. (A
+ * plain multiplication halves the speed where subnormal factors are slow, as on Zen.) */
 AVX2_INLINE __m256 decode8(const uint8_t *p, const int dtype) {
     if (dtype == MC_F32) return _mm256_loadu_ps((const float *)(const void *)p);
     if (dtype == MC_BF16) return load_bf16(p);
@@ -338,15 +340,18 @@ typedef struct format {
     int64_t few; /* up to so many tokens decoding anew for every 3 beats the tile (measured) */
 } format;
 
+#define MANY(name, dtype, block)                                                                   \
+    AVX2 static void name##_many(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x,  \
+                                 int64_t n_tok, float *const *y) {                                 \
+        many_tokens(w, r0, r1, x, n_tok, y, dtype, block);                                         \
+    }
+
 /* The K block is a constant: loops over a block are of known length. */
 #define FORMAT(name, dtype, block, limit)                                                          \
     FEW(name##_1, 1, dtype, block)                                                                 \
     FEW(name##_2, 2, dtype, block)                                                                 \
     FEW(name##_3, 3, dtype, block)                                                                 \
-    AVX2 static void name##_many(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x,  \
-                                 int64_t n_tok, float *const *y) {                                 \
-        many_tokens(w, r0, r1, x, n_tok, y, dtype, block);                                         \
-    }                                                                                              \
+    MANY(name, dtype, block)                                                                       \
     static const format name = {{name##_1_4rows, name##_2_4rows, name##_3_4rows},                  \
                                 {name##_1_1row, name##_2_1row, name##_3_1row}, name##_many,        \
                                 limit};
@@ -356,10 +361,12 @@ FORMAT(bf16, MC_BF16, 128, 8)
 FORMAT(f16, MC_F16, 128, 8)
 FORMAT(f8, F8, 128, 5)
 FORMAT(f8_small, F8_SMALL, 128, 5)
-FORMAT(f4, MC_F4E2M1, 32, 6)
 FORMAT(i8, MC_INT8, 128, 8)
 FORMAT(i8_64, MC_INT8, 64, 8)
 FORMAT(i8_32, MC_INT8, 32, 8)
+
+MANY(f4, MC_F4E2M1, 32)
+static const format f4 = {.many = f4_many, .few = 8}; /* few tokens: ops_avx2_f4.c */
 
 static const format *format_of(const mci_mat *w) {
     switch (w->dtype) {
@@ -383,6 +390,10 @@ AVX2 void mci_avx2_gemm(const mci_mat *w, int64_t r0, int64_t r1, const float *c
             continue;
         }
         n = next_tokens(left);
+        if (f == &f4) {
+            mci_avx2_f4(w, r0, r1, x, n, y);
+            continue;
+        }
         const format *g = f;
         if (f == &f8) {
             bool small = true;
