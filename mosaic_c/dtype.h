@@ -76,11 +76,14 @@ static inline float mci_scale_at(int scale_dtype, const uint8_t *scale, int64_t 
     }
 }
 
+static inline int mci_scale_size(const mci_mat *w) {
+    return w->scale_dtype == MC_F32 ? 4 : w->scale_dtype == MC_F8E8M0 ? 1 : 2;
+}
+
 /* The scales of row r, for a matrix that has any, and that of its K block b. */
 static inline const uint8_t *mci_scale_row(const mci_mat *w, int64_t r) {
-    const int size = w->scale_dtype == MC_F32 ? 4 : w->scale_dtype == MC_F8E8M0 ? 1 : 2;
     /* block_rows is 1 or 128, and a division by what the compiler does not know costs 20 cycles */
-    return w->scale + (w->block_rows == 1 ? r : r / MCI_BLOCK) * mci_mat_scales(w) * size;
+    return w->scale + (w->block_rows == 1 ? r : r / MCI_BLOCK) * mci_mat_scales(w) * mci_scale_size(w);
 }
 static inline float mci_scale_of(const mci_mat *w, const uint8_t *row, int64_t b) {
     return mci_scale_at(w->scale_dtype, row, w->block_cols ? b : 0);

@@ -63,6 +63,29 @@ AVX2_INLINE __m256 load_bf16(const uint8_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
 }
 
+/* The scales of K blocks b .. b+7 of a row, of which n exist (all of them where n >= 8); row: of
+ * mci_scale_row. */
+AVX2_INLINE __m256 scales8(const mci_mat *w, const uint8_t *row, int64_t b, int64_t n) {
+    if (!w->block_cols) return _mm256_set1_ps(mci_scale_of(w, row, 0));
+    if (n < 8) {
+        float s[8] = {0};
+        for (int64_t i = 0; i < n; i++) s[i] = mci_scale_of(w, row, b + i);
+        return _mm256_loadu_ps(s);
+    }
+    const uint8_t *p = row + b * mci_scale_size(w);
+    switch (w->scale_dtype) {
+    case MC_BF16: return load_bf16(p);
+    case MC_F16: return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p));
+    case MC_F8E8M0: { /* an exponent; 0 stands for 2^-127, 0xff is NaN */
+        __m256i e = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p));
+        __m256i nan = _mm256_srli_epi32(_mm256_cmpeq_epi32(e, _mm256_set1_epi32(0xff)), 1);
+        e = _mm256_max_epi32(_mm256_slli_epi32(e, 23), _mm256_set1_epi32(0x00400000));
+        return _mm256_castsi256_ps(_mm256_or_si256(e, nan));
+    }
+    default: return _mm256_loadu_ps((const float *)(const void *)p);
+    }
+}
+
 /* ---- elementary functions: line by line those of ops_ref.c ---- */
 
 AVX2_INLINE __m256 pow2_8(__m256i n) {
@@ -133,6 +156,11 @@ float mci_avx2_exp_sum(float *x, int64_t n);
 void mci_avx2_quantise(const float *x, int64_t n, int64_t group, int8_t *q, float *s, int32_t *q8);
 void mci_avx2_qgemm(const mci_mat *w, int64_t r0, int64_t r1, const mci_qact *x, int64_t n_tok,
                     float *const *y);
+
+/* ops_avx2_f4.c: gemm of MXFP4 for 1 to MCI_F4_TOK tokens */
+enum { MCI_F4_TOK = 3 };
+void mci_avx2_f4(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x, int64_t n_tok,
+                 float *const *y);
 
 /* ops_avx2_gemm.c, ops_avx2_mix.c */
 void mci_avx2_gemm(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x, int64_t n_tok,

@@ -9,7 +9,9 @@
  *                 tokens at a time: 12 accumulators, 3 of x and 1 of w fill the 16 registers.
  *
  * A NaN weight makes the row's result NaN whatever x is, so FP8 rows are decoded as if no NaN
- * existed while a byte maximum watches for 0x7f and 0xff; a row that has one is set to NaN. */
+ * existed while a byte maximum watches for 0x7f and 0xff; a row that has one is set to NaN.
+ *
+ * The K block is a constant of each kernel. MXFP4 of few tokens: ops_avx2_f4.c. */
 #include "ops.h"
 
 #if defined(__x86_64__)
@@ -21,8 +23,10 @@ enum {
     ROWS = 4,
     DIRECT_TOK = 3,                 /* tokens that share one decode on the fly */
     AHEAD = 1024,                   /* bytes a stream is prefetched */
-    TILE_BLOCKS = 4,                /* K blocks in a tile: 4 x 512 floats, 8 KB */
-    TILE_COLS = TILE_BLOCKS * MCI_BLOCK,
+    STRETCH = 128,                  /* columns prefetched at a time; whole K blocks */
+    TILE_COLS = 512,                /* of a tile: 4 x 512 floats, 8 KB */
+    TILE_BLOCKS = TILE_COLS / 32,   /* of the smallest K block */
+    MAX_SCALED = 8192,              /* floats of x * 2^120 on the stack */
     TOK = 96,                       /* tokens per pass over the weights; totals take 12 KB */
 };
 
@@ -30,37 +34,53 @@ enum {
 enum { F8 = MC_F8E4M3, F8_SMALL = 100 };
 
 AVX2_INLINE bool is_f8(int dtype) { return dtype == F8 || dtype == F8_SMALL; }
-AVX2_INLINE int size_of(int dtype) { return dtype == MC_F32 ? 4 : is_f8(dtype) ? 1 : 2; }
+AVX2_INLINE bool is_scaled(int dtype) { return dtype > MC_F16; }
+
+/* Bytes that n columns take. */
+AVX2_INLINE int64_t bytes_of(int64_t n, const int dtype) {
+    if (dtype == MC_F4E2M1) return (n + 1) / 2;
+    return n * (dtype == MC_F32 ? 4 : is_scaled(dtype) ? 1 : 2);
+}
 
 /* Eight weights as f32, exactly; of FP8 all but the NaN codes.
  *
- *   byte     s eeee mmm                          exponent bias 7
+ *   FP8      s eeee mmm                          exponent bias 7
  *   f32      s 0000eeee mmm00000000000000000000  bias 127: 2^-120 of the value
  *
+ *   MXFP4    s ee m                              exponent bias 1; 8 in a dword, each moved to the
+ *            s ssssss ee m                       top of a lane and then right by 6, with the sign
+ *   f32      s 000000ee m0000000000000000000000  2^-126 of the value
+ *
  * F8_SMALL leaves it at that and x is multiplied by 2^120 instead, once for all rows; the products
- * are the same. F8 scales the weight by an exact fma; its addend -0 keeps the sign of 0. (A plain
- * multiplication halves the speed where subnormal factors are slow, as on Zen.) */
+ * are the same. Others scale the weight by an exact fma; its addend -0 keeps the sign of 0. (A
+ * plain multiplication halves the speed where subnormal factors are slow, as on Zen.) */
 AVX2_INLINE __m256 decode8(const uint8_t *p, const int dtype) {
     if (dtype == MC_F32) return _mm256_loadu_ps((const float *)(const void *)p);
     if (dtype == MC_BF16) return load_bf16(p);
     if (dtype == MC_F16) return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p));
+    if (dtype == MC_F4E2M1) {
+        __m256i d = _mm256_set1_epi32((int)mci_u32(p));
+        d = _mm256_sllv_epi32(d, _mm256_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0));
+        d = _mm256_and_si256(_mm256_srai_epi32(d, 6), _mm256_set1_epi32((int)0x81c00000u));
+        return _mm256_fmadd_ps(_mm256_castsi256_ps(d), _mm256_set1_ps(0x1p+126f),
+                               _mm256_set1_ps(-0.0f));
+    }
     __m256i b = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p));
+    if (dtype == MC_INT8) return _mm256_cvtepi32_ps(b);
     b = _mm256_and_si256(_mm256_slli_epi32(b, 20), _mm256_set1_epi32((int)0x87f00000u));
     if (dtype == F8_SMALL) return _mm256_castsi256_ps(b);
     return _mm256_fmadd_ps(_mm256_castsi256_ps(b), _mm256_set1_ps(0x1p+120f),
                            _mm256_set1_ps(-0.0f));
 }
 
-AVX2_INLINE __m256 scale_x(__m256 x, const int dtype) {
-    return dtype == F8_SMALL ? _mm256_mul_ps(x, _mm256_set1_ps(0x1p+120f)) : x;
-}
-
-/* No finite |x| reaches 128, so x * 2^120 is exact. Infinity and NaN scale to themselves. */
-AVX2 static bool is_small(const float *x, int64_t n) {
+/* y = x * 2^120 where no finite |x| reaches 128, so that this is exact, infinity and NaN included;
+ * false otherwise. */
+AVX2 static bool scale_small(const float *x, int64_t n, float *y) {
     __m256 big = _mm256_setzero_ps();
     for (int64_t i = 0; i < n; i += 8) {
-        __m256 a = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), load_up_to(x + i, n - i));
+        __m256 v = load_up_to(x + i, n - i), a = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v);
         big = _mm256_or_ps(big, _mm256_cmp_ps(a, _mm256_set1_ps(128.0f), _CMP_GE_OQ));
+        store_up_to(y + i, _mm256_mul_ps(v, _mm256_set1_ps(0x1p+120f)), n - i);
     }
     return _mm256_movemask_ps(big) == 0;
 }
@@ -68,7 +88,8 @@ AVX2 static bool is_small(const float *x, int64_t n) {
 /* The last n < 8 weights of a row, padded with +0. */
 AVX2_INLINE __m256 decode_tail(const uint8_t *p, int64_t n, const int dtype) {
     uint8_t b[32] = {0};
-    memcpy(b, p, (size_t)(n * size_of(dtype)));
+    memcpy(b, p, (size_t)bytes_of(n, dtype));
+    if (dtype == MC_F4E2M1 && n % 2) b[n / 2] &= 15; /* the half byte after an odd end is junk */
     return decode8(b, dtype);
 }
 
@@ -122,65 +143,75 @@ AVX2 static bool row_has_nan(const uint8_t *p, int64_t n) {
 AVX2_INLINE void dot_block(const uint8_t *const *p, const int nr, const float *const *x,
                            const int nt, int64_t n, __m256 acc[ROWS][DIRECT_TOK], watch *nan,
                            const int dtype) {
-    const int size = size_of(dtype);
     UNROLL for (int r = 0; r < nr; r++) {
-        for (int i = 0; i < MCI_BLOCK * size; i += 64)
-            _mm_prefetch((const char *)p[r] + AHEAD + i, _MM_HINT_T0);
-        if (is_f8(dtype)) watch_bytes(nan, p[r], n);
+        if (dtype == F8) watch_bytes(nan, p[r], n);
         UNROLL for (int t = 0; t < nt; t++) acc[r][t] = _mm256_setzero_ps();
     }
     int64_t c = 0;
     for (; c + 8 <= n; c += 8) {
         __m256 xv[DIRECT_TOK];
         UNROLL for (int t = 0; t < nt; t++) 
-                xv[t] = in_register(scale_x(_mm256_loadu_ps(x[t] + c), dtype));
+            xv[t] = in_register(_mm256_loadu_ps(x[t] + c));
         UNROLL for (int r = 0; r < nr; r++) {
-            __m256 v = in_register(decode8(p[r] + c * size, dtype));
+            __m256 v = in_register(decode8(p[r] + bytes_of(c, dtype), dtype));
             UNROLL for (int t = 0; t < nt; t++) acc[r][t] = _mm256_fmadd_ps(v, xv[t], acc[r][t]);
         }
     }
     if (c == n) return;
     UNROLL for (int r = 0; r < nr; r++) {
-        __m256 v = decode_tail(p[r] + c * size, n - c, dtype);
+        __m256 v = decode_tail(p[r] + bytes_of(c, dtype), n - c, dtype);
         UNROLL for (int t = 0; t < nt; t++)
-            acc[r][t] = _mm256_fmadd_ps(v, scale_x(load_negzero(x[t] + c, n - c), dtype),
-                                        acc[r][t]);
+            acc[r][t] = _mm256_fmadd_ps(v, load_negzero(x[t] + c, n - c), acc[r][t]);
     }
 }
 
 /* y[t][row[r]] for nr rows and nt tokens. */
 AVX2_INLINE void dot_rows(const mci_mat *w, const int64_t *row, const int nr,
-                          const float *const *x, const int nt, float *const *y, const int dtype) {
-    const int size = size_of(dtype);
-    const int64_t K = w->cols, blocks = mci_mat_blocks(w);
+                          const float *const *x, const int nt, float *const *y, const int dtype,
+                          const int block) {
+    const int64_t K = w->cols;
+    const bool small = block < MCI_BLOCK; /* then scales are read 8 at a time */
     const uint8_t *p[ROWS];
     const float *xp[DIRECT_TOK];
-    const uint8_t *scale[ROWS]; /* of the row's first block */
+    const uint8_t *scales[ROWS];
+    float scale[ROWS][8]; /* those of 8 blocks */
     __m256 tot[ROWS][DIRECT_TOK], acc[ROWS][DIRECT_TOK];
     watch nan = {_mm256_setzero_si256(), _mm256_setzero_si256()};
     UNROLL for (int t = 0; t < nt; t++) xp[t] = x[t];
     UNROLL for (int r = 0; r < nr; r++) {
-        p[r] = w->data + row[r] * K * size;
-        scale[r] = is_f8(dtype) ? mci_scale_row(w, row[r]) : NULL;
+        p[r] = w->data + row[r] * bytes_of(K, dtype);
+        scales[r] = is_scaled(dtype) ? mci_scale_row(w, row[r]) : NULL;
+        if (is_scaled(dtype) && !is_f8(dtype)) /* those of the row after the next */
+            for (int64_t i = 0, n = mci_mat_scales(w) * mci_scale_size(w); i < n; i += 64)
+                _mm_prefetch((const char *)scales[r] + 2 * n + i, _MM_HINT_T0);
         UNROLL for (int t = 0; t < nt; t++) tot[r][t] = _mm256_setzero_ps();
     }
-    for (int64_t b = 0; b < blocks; b++) {
-        const int64_t left = K - b * MCI_BLOCK;
-        if (left >= MCI_BLOCK)
-            dot_block(p, nr, xp, nt, MCI_BLOCK, acc, &nan, dtype);
+    for (int64_t b = 0, left = K; left > 0; b++, left -= block) {
+        if (small && b % 8 == 0)
+            UNROLL for (int r = 0; r < nr; r++)
+                _mm256_storeu_ps(scale[r],
+                                 scales8(w, scales[r], b, (left + block - 1) / block));
+        if (b % (STRETCH / block) == 0)
+            UNROLL for (int r = 0; r < nr; r++)
+                for (int i = 0; i < bytes_of(STRETCH, dtype); i += 64)
+                    _mm_prefetch((const char *)p[r] + AHEAD + i, _MM_HINT_T0);
+        if (left >= block)
+            dot_block(p, nr, xp, nt, block, acc, &nan, dtype);
         else
             dot_block(p, nr, xp, nt, left, acc, &nan, dtype);
         UNROLL for (int r = 0; r < nr; r++) {
-            __m256 s = _mm256_set1_ps(is_f8(dtype) ? mci_scale_of(w, scale[r], b) : 1.0f);
+            __m256 s = !is_scaled(dtype) ? _mm256_set1_ps(1.0f)
+                       : small           ? _mm256_broadcast_ss(&scale[r][b % 8])
+                                         : _mm256_set1_ps(mci_scale_of(w, scales[r], b));
             UNROLL for (int t = 0; t < nt; t++)
                 tot[r][t] = _mm256_fmadd_ps(acc[r][t], s, tot[r][t]);
-            p[r] += MCI_BLOCK * size;
+            p[r] += bytes_of(block, dtype);
         }
-        UNROLL for (int t = 0; t < nt; t++) xp[t] += MCI_BLOCK;
+        UNROLL for (int t = 0; t < nt; t++) xp[t] += block;
     }
     UNROLL for (int r = 0; r < nr; r++)
         UNROLL for (int t = 0; t < nt; t++) y[t][row[r]] = tree8(tot[r][t]);
-    if (!is_f8(dtype) || !watch_saw(&nan)) return;
+    if (dtype != F8 || !watch_saw(&nan)) return;
     UNROLL for (int r = 0; r < nr; r++)
         if (row_has_nan(w->data + row[r] * K, K))
             UNROLL for (int t = 0; t < nt; t++) y[t][row[r]] = NAN;
@@ -195,16 +226,16 @@ AVX2_INLINE int64_t next_tokens(int64_t left) {
 
 typedef struct tile {
     float w[ROWS][TILE_COLS];         /* padded with +0 to a multiple of 8 columns */
-    float scale[TILE_BLOCKS][ROWS];
+    float scale[ROWS][TILE_BLOCKS];
 } tile;
 
-/* tot (nt, ROWS, 8) += the tile's n columns times x, block by block; nt is a constant. */
+/* tot (nt, ROWS, 8) += the tile's n columns times x, block by block; nt, block are constants. */
 AVX2_INLINE void tile_times(const tile *m, int64_t n, const float *const *x, const int nt,
-                            float *tot) {
+                            float *tot, const int block) {
     const float *xp[3];
     for (int t = 0; t < nt; t++) xp[t] = x[t];
-    for (int64_t b = 0; b * MCI_BLOCK < n; b++) {
-        const int64_t c0 = b * MCI_BLOCK, end = MCI_MIN(n, c0 + MCI_BLOCK);
+    for (int64_t b = 0; b * block < n; b++) {
+        const int64_t c0 = b * block, end = MCI_MIN(n, c0 + block);
         __m256 acc[ROWS][3];
         for (int r = 0; r < ROWS; r++)
             for (int t = 0; t < nt; t++) acc[r][t] = _mm256_setzero_ps();
@@ -224,7 +255,7 @@ AVX2_INLINE void tile_times(const tile *m, int64_t n, const float *const *x, con
                     acc[r][t] = _mm256_fmadd_ps(_mm256_loadu_ps(m->w[r] + c), xv, acc[r][t]);
             }
         for (int r = 0; r < ROWS; r++) {
-            __m256 s = _mm256_broadcast_ss(&m->scale[b][r]);
+            __m256 s = _mm256_broadcast_ss(&m->scale[r][b]);
             for (int t = 0; t < nt; t++) {
                 float *at = tot + (t * ROWS + r) * 8;
                 _mm256_storeu_ps(at, _mm256_fmadd_ps(acc[r][t], s, _mm256_loadu_ps(at)));
@@ -234,11 +265,12 @@ AVX2_INLINE void tile_times(const tile *m, int64_t n, const float *const *x, con
 }
 
 AVX2_INLINE void many_tokens(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x,
-                             int64_t n_tok, float *const *y, const int dtype) {
-    const int size = size_of(dtype);
+                             int64_t n_tok, float *const *y, const int dtype, const int block) {
     const int64_t K = w->cols;
     _Alignas(32) float tot[TOK * ROWS * 8];
     _Alignas(32) tile m;
+    for (int i = 0; i < ROWS; i++) /* for formats without scales */
+        for (int b = 0; b < TILE_BLOCKS; b++) m.scale[i][b] = 1.0f;
     for (int64_t r = r0; r < r1; r += ROWS) {
         const int64_t nr = MCI_MIN(r1 - r, (int64_t)ROWS);
         watch nan = {_mm256_setzero_si256(), _mm256_setzero_si256()};
@@ -247,14 +279,19 @@ AVX2_INLINE void many_tokens(const mci_mat *w, int64_t r0, int64_t r1, const flo
             const int64_t n = MCI_MIN(K - k0, (int64_t)TILE_COLS);
             for (int i = 0; i < ROWS; i++) { /* rows past the end repeat the last one */
                 const int64_t at = r + MCI_MIN(i, nr - 1);
-                const uint8_t *p = w->data + (at * K + k0) * size;
+                const uint8_t *p = w->data + at * bytes_of(K, dtype) + bytes_of(k0, dtype);
                 if (is_f8(dtype)) watch_bytes(&nan, p, n);
                 int64_t c = 0;
                 for (; c + 8 <= n; c += 8)
-                    _mm256_storeu_ps(m.w[i] + c, decode8(p + c * size, dtype));
-                if (c < n) _mm256_storeu_ps(m.w[i] + c, decode_tail(p + c * size, n - c, dtype));
-                for (int64_t b = 0; b * MCI_BLOCK < n; b++)
-                    m.scale[b][i] = mci_mat_scale(w, at, k0 / MCI_BLOCK + b);
+                    _mm256_storeu_ps(m.w[i] + c, decode8(p + bytes_of(c, dtype), dtype));
+                if (c < n)
+                    _mm256_storeu_ps(m.w[i] + c,
+                                     decode_tail(p + bytes_of(c, dtype), n - c, dtype));
+                const int64_t blocks = (n + block - 1) / block;
+                for (int64_t b = 0; b < blocks; b += 8)
+                    if (is_scaled(dtype))
+                        _mm256_storeu_ps(m.scale[i] + b, scales8(w, mci_scale_row(w, at),
+                                                                 k0 / block + b, blocks - b));
             }
             const float *xp[3];
             int64_t t = 0;
@@ -262,9 +299,9 @@ AVX2_INLINE void many_tokens(const mci_mat *w, int64_t r0, int64_t r1, const flo
                 const int64_t nt = next_tokens(n_tok - t);
                 for (int i = 0; i < nt; i++) xp[i] = x[t + i] + k0;
                 if (nt == 3)
-                    tile_times(&m, n, xp, 3, tot + t * ROWS * 8);
+                    tile_times(&m, n, xp, 3, tot + t * ROWS * 8, block);
                 else
-                    tile_times(&m, n, xp, 2, tot + t * ROWS * 8);
+                    tile_times(&m, n, xp, 2, tot + t * ROWS * 8, block);
                 t += nt;
             }
         }
@@ -281,14 +318,14 @@ AVX2_INLINE void many_tokens(const mci_mat *w, int64_t r0, int64_t r1, const flo
 /* ---- dispatch -------------------------------------------------------------------------------- */
 
 /* One function each, not inlined, so that every loop has the registers to itself. */
-#define FEW(name, nt, dtype)                                                                       \
+#define FEW(name, nt, dtype, block)                                                                \
     AVX2 static __attribute__((noinline)) void name##_4rows(                                       \
         const mci_mat *w, const int64_t *row, const float *const *x, float *const *y) {            \
-        dot_rows(w, row, ROWS, x, nt, y, dtype);                                                   \
+        dot_rows(w, row, ROWS, x, nt, y, dtype, block);                                            \
     }                                                                                              \
     AVX2 static __attribute__((noinline)) void name##_1row(                                        \
         const mci_mat *w, const int64_t *row, const float *const *x, float *const *y) {            \
-        dot_rows(w, row, 1, x, nt, y, dtype);                                                      \
+        dot_rows(w, row, 1, x, nt, y, dtype, block);                                               \
     }
 
 typedef void dot_fn(const mci_mat *w, const int64_t *row, const float *const *x, float *const *y);
@@ -301,32 +338,70 @@ typedef struct format {
     int64_t few; /* up to so many tokens decoding anew for every 3 beats the tile (measured) */
 } format;
 
-#define FORMAT(name, dtype, limit)                                                                 \
-    FEW(name##_1, 1, dtype)                                                                        \
-    FEW(name##_2, 2, dtype)                                                                        \
-    FEW(name##_3, 3, dtype)                                                                        \
+#define MANY(name, dtype, block)                                                                   \
     AVX2 static void name##_many(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x,  \
                                  int64_t n_tok, float *const *y) {                                 \
-        many_tokens(w, r0, r1, x, n_tok, y, dtype);                                                \
-    }                                                                                              \
+        many_tokens(w, r0, r1, x, n_tok, y, dtype, block);                                         \
+    }
+
+/* The K block is a constant: loops over a block are of known length. */
+#define FORMAT(name, dtype, block, limit)                                                          \
+    FEW(name##_1, 1, dtype, block)                                                                 \
+    FEW(name##_2, 2, dtype, block)                                                                 \
+    FEW(name##_3, 3, dtype, block)                                                                 \
+    MANY(name, dtype, block)                                                                       \
     static const format name = {{name##_1_4rows, name##_2_4rows, name##_3_4rows},                  \
-                                {name##_1_1row, name##_2_1row, name##_3_1row}, name##_many, \
+                                {name##_1_1row, name##_2_1row, name##_3_1row}, name##_many,        \
                                 limit};
 
-FORMAT(f32, MC_F32, 8)
-FORMAT(bf16, MC_BF16, 8)
-FORMAT(f16, MC_F16, 8)
-FORMAT(f8, F8, 5)
-FORMAT(f8_small, F8_SMALL, 5)
+FORMAT(f32, MC_F32, 128, 8)
+FORMAT(bf16, MC_BF16, 128, 8)
+FORMAT(f16, MC_F16, 128, 8)
+FORMAT(f8, F8, 128, 5)
+FORMAT(f8_small, F8_SMALL, 128, 5)
+FORMAT(i8, MC_INT8, 128, 8)
+FORMAT(i8_64, MC_INT8, 64, 8)
+FORMAT(i8_32, MC_INT8, 32, 8)
+
+MANY(f4, MC_F4E2M1, 32)
+static const format f4 = {.many = f4_many, .few = 8}; /* few tokens: ops_avx2_f4.c */
+
+static const format *format_of(const mci_mat *w) {
+    switch (w->dtype) {
+    case MC_F32: return &f32;
+    case MC_BF16: return &bf16;
+    case MC_F16: return &f16;
+    case MC_F4E2M1: return &f4;
+    case MC_INT8: return w->block_cols == 32 ? &i8_32 : w->block_cols == 64 ? &i8_64 : &i8;
+    default: return &f8;
+    }
+}
+
+/* Up to 3 tokens, decoding on the fly. */
+AVX2 static void few_tokens(const mci_mat *w, const format *f, int64_t r0, int64_t r1,
+                            const float *const *x, int64_t n, float *const *y) {
+    _Alignas(32) float scaled[MAX_SCALED];
+    const float *xs[DIRECT_TOK];
+    bool small = f == &f8 && w->no_nan && n * w->cols <= MAX_SCALED;
+    for (int64_t t = 0; t < n && small; t++) {
+        xs[t] = scaled + t * w->cols;
+        small = scale_small(x[t], w->cols, scaled + t * w->cols);
+    }
+    if (small) {
+        f = &f8_small;
+        x = xs;
+    }
+    const int64_t part = (r1 - r0) / ROWS;
+    for (int64_t i = r0; i < r0 + part; i++) {
+        const int64_t row[ROWS] = {i, i + part, i + 2 * part, i + 3 * part};
+        f->rows4[n - 1](w, row, x, y);
+    }
+    for (int64_t i = r0 + ROWS * part; i < r1; i++) f->row1[n - 1](w, &i, x, y);
+}
 
 AVX2 void mci_avx2_gemm(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x,
                         int64_t n_tok, float *const *y) {
-    if (w->dtype > MC_F8E4M3) {
-        mci_ops_ref.gemm(w, r0, r1, x, n_tok, y);
-        return;
-    }
-    const format *f = w->dtype == MC_F32 ? &f32 : w->dtype == MC_BF16 ? &bf16
-                    : w->dtype == MC_F16 ? &f16 : &f8;
+    const format *f = format_of(w);
     for (int64_t left = n_tok, n; left > 0; left -= n, x += n, y += n) {
         if (left > f->few) {
             const int64_t passes = (left + TOK - 1) / TOK; /* of equal size */
@@ -335,18 +410,10 @@ AVX2 void mci_avx2_gemm(const mci_mat *w, int64_t r0, int64_t r1, const float *c
             continue;
         }
         n = next_tokens(left);
-        const format *g = f;
-        if (f == &f8) {
-            bool small = true;
-            for (int64_t i = 0; i < n && small; i++) small = is_small(x[i], w->cols);
-            if (small) g = &f8_small;
-        }
-        const int64_t part = (r1 - r0) / ROWS;
-        for (int64_t i = r0; i < r0 + part; i++) {
-            const int64_t row[ROWS] = {i, i + part, i + 2 * part, i + 3 * part};
-            g->rows4[n - 1](w, row, x, y);
-        }
-        for (int64_t i = r0 + ROWS * part; i < r1; i++) g->row1[n - 1](w, &i, x, y);
+        if (f == &f4)
+            mci_avx2_f4(w, r0, r1, x, n, y);
+        else
+            few_tokens(w, f, r0, r1, x, n, y);
     }
 }
 #endif

@@ -17,7 +17,8 @@ LEVELS = [
     {"error", "crc", "cpu"},
     {"pool"},
     {"dtype", "policy"},
-    {"ops", "ops_ref", "ops_poly", "ops_avx2", "ops_avx2_gemm", "ops_avx2_mix", "ops_avx2_int4", "io"}
+    {"ops", "ops_ref", "ops_poly", "io"}
+    | {"ops_avx2", "ops_avx2_gemm", "ops_avx2_f4", "ops_avx2_int4", "ops_avx2_mix"}
     | {"ops_avx512", "ops_avx512_gemm", "ops_avx512_tile"},
     {"engine"},
     {"acts"},
