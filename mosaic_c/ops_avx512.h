@@ -26,11 +26,14 @@ AVX512_INLINE __m512 two_scalars(float low, float high) {
 
 #define UNROLL _Pragma("GCC unroll 16")
 
-/* FP8 for tokens whose x is small: a kernel of its own, not a storage type. */
-enum { F8 = MC_F8E4M3, F8_SMALL = 100 };
+/* Kernels of their own, not storage types: FP8 for tokens whose x is small, INT8 in groups of 32. */
+enum { F8 = MC_F8E4M3, F8_SMALL = 100, I8 = MC_INT8, I8_32 = 101 };
 
 AVX512_INLINE bool is_f8(int dtype) { return dtype == F8 || dtype == F8_SMALL; }
-AVX512_INLINE int size_of(int dtype) { return dtype == MC_F32 ? 4 : is_f8(dtype) ? 1 : 2; }
+AVX512_INLINE bool is_i8(int dtype) { return dtype == I8 || dtype == I8_32; }
+AVX512_INLINE int size_of(int dtype) {
+    return dtype == MC_F32 ? 4 : is_f8(dtype) || is_i8(dtype) ? 1 : 2;
+}
 
 /* Stays in a register: compilers fold a load into each fma that uses it, and then the load ports,
  * not the fma units, set the pace. */
@@ -73,6 +76,113 @@ AVX512_INLINE bool row_has_nan(const uint8_t *p, int64_t n) {
     watch_bytes(&w, p, n);
     return watch_saw(&w);
 }
+
+/* ---- sixteen rows side by side --------------------------------------------------------------- */
+
+/* 4-bit weights: 64 bytes of 16 rows are transposed, so that a register holds the same 32 bits, 8
+ * columns, of each row. Nothing is summed across a register, and what belongs to a column (x) or
+ * to a row (its scale) is one broadcast or one register.
+ *
+ *   row 0   c0 c1 | c2 c3 | c4 c5 | c6 c7     bits 0..31, low half of a byte first
+ *   row 1   c0 c1 | c2 c3 | c4 c5 | c6 c7     bits 32..63, and so on */
+enum {
+    SIDE = 16,           /* rows */
+    SIDE_GROUPS = 16,    /* scales of a row in a tile */
+    SIDE_COLS = 2048,    /* columns, at most */
+};
+
+typedef struct side_tile {
+    __m512i w[SIDE_COLS / 8];
+    __m512 scale[SIDE_GROUPS];
+} side_tile;
+
+/* Word i of register k becomes word k of register i. */
+AVX512_INLINE void transpose(__m512i v[16]) {
+    __m512i u[16];
+    UNROLL for (int k = 0; k < 16; k += 4) { /* inside 128 bits */
+        const __m512i a = _mm512_unpacklo_epi32(v[k], v[k + 1]);
+        const __m512i b = _mm512_unpackhi_epi32(v[k], v[k + 1]);
+        const __m512i c = _mm512_unpacklo_epi32(v[k + 2], v[k + 3]);
+        const __m512i d = _mm512_unpackhi_epi32(v[k + 2], v[k + 3]);
+        u[k] = _mm512_unpacklo_epi64(a, c);
+        u[k + 1] = _mm512_unpackhi_epi64(a, c);
+        u[k + 2] = _mm512_unpacklo_epi64(b, d);
+        u[k + 3] = _mm512_unpackhi_epi64(b, d);
+    }
+    UNROLL for (int i = 0; i < 4; i++) { /* pieces of 128 bits */
+        const __m512i a = _mm512_shuffle_i32x4(u[i], u[4 + i], 0x44);
+        const __m512i b = _mm512_shuffle_i32x4(u[i], u[4 + i], 0xee);
+        const __m512i c = _mm512_shuffle_i32x4(u[8 + i], u[12 + i], 0x44);
+        const __m512i d = _mm512_shuffle_i32x4(u[8 + i], u[12 + i], 0xee);
+        v[i] = _mm512_shuffle_i32x4(a, c, 0x88);
+        v[4 + i] = _mm512_shuffle_i32x4(a, c, 0xdd);
+        v[8 + i] = _mm512_shuffle_i32x4(b, d, 0x88);
+        v[12 + i] = _mm512_shuffle_i32x4(b, d, 0xdd);
+    }
+}
+
+/* w = n columns of 16 rows at p, those past the end 0; ahead: where the next tile begins. */
+AVX512_INLINE void side_weights(const uint8_t *const *p, int64_t n, int64_t ahead, __m512i *w) {
+    const int64_t left = n % 128, end = n / 128 * 64;
+    for (int64_t at = 0; at < end; at += 64) {
+        __m512i v[SIDE];
+        UNROLL for (int r = 0; r < SIDE; r++) {
+            _mm_prefetch((const char *)p[r] + at + ahead, _MM_HINT_T0);
+            v[r] = _mm512_loadu_si512(p[r] + at);
+        }
+        transpose(v);
+        UNROLL for (int i = 0; i < 16; i++) w[at / 4 + i] = v[i];
+    }
+    if (!left) return;
+    const __mmask64 whole = (1ull << left / 2) - 1, in = ~0ull >> (64 - (left + 1) / 2);
+    const __m512i keep = _mm512_mask_blend_epi8(whole, _mm512_set1_epi8(0x0f),
+                                                _mm512_set1_epi8(-1));
+    __m512i v[SIDE];
+    UNROLL for (int r = 0; r < SIDE; r++) {
+        _mm_prefetch((const char *)p[r] + end + ahead, _MM_HINT_T0);
+        v[r] = _mm512_and_si512(_mm512_maskz_loadu_epi8(in, p[r] + end), keep);
+    }
+    transpose(v);
+    UNROLL for (int i = 0; i < 16; i++) w[end / 4 + i] = v[i];
+}
+
+/* n <= 16 scales from p on, as mci_scale_at makes them. */
+AVX512_INLINE __m512 load_scales(int dtype, const uint8_t *p, int64_t n) {
+    const __mmask16 in = (__mmask16)((1 << n) - 1);
+    if (dtype == MC_F32) return _mm512_maskz_loadu_ps(in, p);
+    if (dtype == MC_F8E8M0) { /* 0 and 0xff are not exponents of an f32 */
+        __m512i e = _mm512_slli_epi32(
+            _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(in, p)), 23);
+        __mmask16 nan = _mm512_cmpeq_epi32_mask(e, _mm512_set1_epi32(0x7f800000));
+        e = _mm512_max_epi32(e, _mm512_set1_epi32(0x00400000));
+        return _mm512_castsi512_ps(
+            _mm512_mask_mov_epi32(e, nan, _mm512_set1_epi32(0x7fc00000)));
+    }
+    const __m256i h = _mm256_maskz_loadu_epi16(in, p);
+    if (dtype == MC_F16) return _mm512_cvtph_ps(h);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+}
+
+/* scale[i] = that of K block b + i of 16 rows, whose first scales are at p; n <= 16 of them. */
+AVX512_INLINE void side_scales(const mci_mat *w, const uint8_t *const *p, int64_t b, int64_t n,
+                               __m512 *scale) {
+    const int size = mci_dtype_get(w->scale_dtype)->bits / 8;
+    __m512i v[SIDE];
+    UNROLL for (int r = 0; r < SIDE; r++)
+        v[r] = _mm512_castps_si512(load_scales(w->scale_dtype, p[r] + b * size, n));
+    transpose(v);
+    UNROLL for (int i = 0; i < SIDE_GROUPS; i++) scale[i] = _mm512_castsi512_ps(v[i]);
+}
+
+/* ops_avx512_mx.c (n_tok <= 4), ops_avx512_int4.c */
+void mci_avx512_mx(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x, int64_t n_tok,
+                   float *const *y);
+void mci_avx512_qgemm(const mci_mat *w, int64_t r0, int64_t r1, const mci_qact *x, int64_t n_tok,
+                      float *const *y);
+void mci_avx512vnni_qgemm(const mci_mat *w, int64_t r0, int64_t r1, const mci_qact *x,
+                          int64_t n_tok, float *const *y);
+void mci_avx512_quantise(const float *x, int64_t n, int64_t group, int8_t *q, float *s,
+                         int32_t *q8);
 
 /* ops_avx512_gemm.c, ops_avx512_tile.c (n_tok <= MCI_TILE_TOK, decoding once for all tokens) */
 enum { MCI_TILE_TOK = 96 };

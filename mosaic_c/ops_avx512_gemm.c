@@ -38,6 +38,17 @@ AVX512_INLINE void load_quad(const uint8_t *const *p, int64_t at, __m512i v[4]) 
     v[3] = _mm512_shuffle_i32x4(ab23, cd23, 0xdd);
 }
 
+/* Thirty-two bytes: v[0] and v[1]. */
+AVX512_INLINE void load_half(const uint8_t *const *p, int64_t at, __m512i v[2]) {
+    __m256i a[4];
+    UNROLL for (int r = 0; r < 4; r++)
+        a[r] = _mm256_loadu_si256((const __m256i *)(const void *)(p[r] + at));
+    const __m512i ab = _mm512_inserti64x4(_mm512_castsi256_si512(a[0]), a[1], 1);
+    const __m512i cd = _mm512_inserti64x4(_mm512_castsi256_si512(a[2]), a[3], 1);
+    v[0] = _mm512_shuffle_i32x4(ab, cd, 0x88);
+    v[1] = _mm512_shuffle_i32x4(ab, cd, 0xdd);
+}
+
 /* Words as the upper halves of 32 bits: columns 0..3 and 4..7. */
 AVX512_INLINE void widen_quad(__m512i words, __m512 v[2]) {
     const __m512i zero = _mm512_setzero_si512();
@@ -53,7 +64,9 @@ AVX512_INLINE void widen_quad(__m512i words, __m512 v[2]) {
  *
  * The upper half of the f32 is the byte as the top of a word, shifted right by 4 with its sign.
  * F8_SMALL leaves it at that and x is multiplied by 2^120 instead, once for all rows; the products
- * are the same. F8 scales the weight by an exact fma; its addend -0 keeps the sign of 0. */
+ * are the same. F8 scales the weight by an exact fma; its addend -0 keeps the sign of 0.
+ *
+ * INT8 plus 128 are the last bits of an f32 worth 2^23 + 128 more than the weight. */
 AVX512_INLINE void decode_quad(__m512i b, __m512 v[4], const int dtype) {
     if (is_f8(dtype)) {
         const __m512i keep = _mm512_set1_epi16((int16_t)0x87f0), zero = _mm512_setzero_si512();
@@ -63,6 +76,14 @@ AVX512_INLINE void decode_quad(__m512i b, __m512 v[4], const int dtype) {
         if (dtype == F8)
             UNROLL for (int i = 0; i < 4; i++)
                 v[i] = _mm512_fmadd_ps(v[i], _mm512_set1_ps(0x1p+120f), _mm512_set1_ps(-0.0f));
+    } else if (is_i8(dtype)) {
+        const __m512i u = _mm512_xor_si512(b, _mm512_set1_epi8(-128));
+        const __m512i zero = _mm512_setzero_si512(), top = _mm512_set1_epi16(0x4b00);
+        const __m512i low = _mm512_unpacklo_epi8(u, zero), high = _mm512_unpackhi_epi8(u, zero);
+        const __m512i w[4] = {_mm512_unpacklo_epi16(low, top), _mm512_unpackhi_epi16(low, top),
+                              _mm512_unpacklo_epi16(high, top), _mm512_unpackhi_epi16(high, top)};
+        UNROLL for (int i = 0; i < 4; i++)
+            v[i] = _mm512_sub_ps(_mm512_castsi512_ps(w[i]), _mm512_set1_ps(0x1p+23f + 128));
     } else if (dtype == MC_BF16) {
         widen_quad(b, v);
     } else if (dtype == MC_F16) {
@@ -86,11 +107,25 @@ AVX512 static bool is_small(const float *x, int64_t n) {
 
 /* ---- scales ---------------------------------------------------------------------------------- */
 
+AVX512_INLINE __m128i four_halves(const uint8_t *const *row, int64_t b) {
+    return _mm_setr_epi32(mci_u16(row[0] + 2 * b), mci_u16(row[1] + 2 * b),
+                          mci_u16(row[2] + 2 * b), mci_u16(row[3] + 2 * b));
+}
+
 /* The scale of four rows in K block b, each in its 128 bits. */
 AVX512_INLINE __m512 quad_scale(const mci_mat *w, const uint8_t *const *row, int64_t b) {
     const __m512i spread = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    __m128 s = _mm_setr_ps(mci_scale_of(w, row[0], b), mci_scale_of(w, row[1], b), mci_scale_of(w, row[2], b),
-                           mci_scale_of(w, row[3], b));
+    __m128 s;
+    if (!w->block_cols) b = 0;
+    if (w->scale_dtype == MC_BF16) {
+        s = _mm_castsi128_ps(_mm_slli_epi32(four_halves(row, b), 16));
+    } else if (w->scale_dtype == MC_F16) { /* mci_f16_to_f32 is a call: registers would go */
+        const __m128i h = four_halves(row, b);
+        s = _mm_cvtph_ps(_mm_packus_epi32(h, h));
+    } else {
+        s = _mm_setr_ps(mci_scale_of(w, row[0], b), mci_scale_of(w, row[1], b),
+                        mci_scale_of(w, row[2], b), mci_scale_of(w, row[3], b));
+    }
     return _mm512_permutexvar_ps(spread, _mm512_broadcast_f32x4(s));
 }
 
@@ -102,7 +137,8 @@ typedef __m512 sums[QUADS][DIRECT_TOK][2]; /* [2]: lanes 0..3 and 4..7 of four r
  * for a whole block n too, are constants where this is inlined. */
 AVX512_INLINE void dot_block(const uint8_t *const *p, const int nq, const float *const *x,
                              const int nt, int64_t n, sums acc, watch *nan, const int dtype) {
-    const int size = size_of(dtype), fours = is_f8(dtype) ? 4 : dtype == MC_F32 ? 1 : 2;
+    const int size = size_of(dtype), fours = size == 1 ? 4 : dtype == MC_F32 ? 1 : 2;
+    const int line = dtype == I8_32 ? LINE / 2 : LINE;
     _Alignas(64) float scaled[DIRECT_TOK][MCI_BLOCK];
     const float *xp[DIRECT_TOK];
     UNROLL for (int t = 0; t < nt; t++) {
@@ -113,16 +149,19 @@ AVX512_INLINE void dot_block(const uint8_t *const *p, const int nq, const float 
         UNROLL for (int q = 0; q < nq; q++)
             acc[q][t][0] = acc[q][t][1] = _mm512_setzero_ps();
     }
-    for (int64_t c = 0; c < n; c += LINE / size) {
+    for (int64_t c = 0; c < n; c += line / size) {
         __m512i b[QUADS][4];
         UNROLL for (int r = 0; r < 4 * nq; r++)
             _mm_prefetch((const char *)p[r] + c * size + AHEAD, _MM_HINT_T0);
         UNROLL for (int q = 0; q < nq; q++) {
-            load_quad(p + 4 * q, c * size, b[q]);
+            if (dtype == I8_32)
+                load_half(p + 4 * q, c * size, b[q]);
+            else
+                load_quad(p + 4 * q, c * size, b[q]);
             if (is_f8(dtype))
                 UNROLL for (int i = 0; i < 4; i++) watch_64(nan, b[q][i]);
         }
-        UNROLL for (int k = 0; k < 4; k++) {
+        UNROLL for (int k = 0; k < line / 16; k++) {
             __m512 v[QUADS][4];
             UNROLL for (int q = 0; q < nq; q++) decode_quad(b[q][k], v[q], dtype);
             UNROLL for (int i = 0; i < fours; i++)
@@ -137,7 +176,7 @@ AVX512_INLINE void dot_block(const uint8_t *const *p, const int nq, const float 
     }
 }
 
-/* The same for the last n < 128 columns, from padded copies. */
+/* The same for the last columns, less than a K block, from padded copies. */
 AVX512_INLINE void dot_tail(const uint8_t *const *p, const int nq, const float *const *x,
                             const int nt, int64_t n, sums acc, watch *nan, const int dtype) {
     const int size = size_of(dtype);
@@ -169,7 +208,8 @@ AVX512_INLINE void dot_rows(const mci_mat *w, const int64_t *row, const int nq,
                             const float *const *x, const int nt, float *const *y,
                             const int dtype) {
     const int size = size_of(dtype);
-    const int64_t K = w->cols;
+    const bool scaled = is_f8(dtype) || is_i8(dtype);
+    const int64_t K = w->cols, block = dtype == I8 ? mci_mat_block(w) : dtype == I8_32 ? 32 : MCI_BLOCK;
     const uint8_t *p[ROWS], *scale[ROWS]; /* scale: of the row's first block */
     const float *xp[DIRECT_TOK];
     sums tot, acc;
@@ -177,24 +217,24 @@ AVX512_INLINE void dot_rows(const mci_mat *w, const int64_t *row, const int nq,
     UNROLL for (int t = 0; t < nt; t++) xp[t] = x[t];
     UNROLL for (int r = 0; r < 4 * nq; r++) {
         p[r] = w->data + row[r] * K * size;
-        scale[r] = is_f8(dtype) ? mci_scale_row(w, row[r]) : NULL;
+        scale[r] = scaled ? mci_scale_row(w, row[r]) : NULL;
     }
     UNROLL for (int q = 0; q < nq; q++)
         UNROLL for (int t = 0; t < nt; t++) tot[q][t][0] = tot[q][t][1] = _mm512_setzero_ps();
     for (int64_t b = 0; b < mci_mat_blocks(w); b++) {
-        const int64_t left = K - b * MCI_BLOCK;
-        if (left >= MCI_BLOCK)
-            dot_block(p, nq, xp, nt, MCI_BLOCK, acc, &nan, dtype);
+        const int64_t left = K - b * block;
+        if (left >= block)
+            dot_block(p, nq, xp, nt, block, acc, &nan, dtype);
         else
             dot_tail(p, nq, xp, nt, left, acc, &nan, dtype);
         UNROLL for (int q = 0; q < nq; q++) {
-            __m512 s = is_f8(dtype) ? quad_scale(w, scale + 4 * q, b) : _mm512_set1_ps(1.0f);
+            __m512 s = scaled ? quad_scale(w, scale + 4 * q, b) : _mm512_set1_ps(1.0f);
             UNROLL for (int t = 0; t < nt; t++)
                 UNROLL for (int k = 0; k < 2; k++)
                     tot[q][t][k] = _mm512_fmadd_ps(acc[q][t][k], s, tot[q][t][k]);
         }
-        UNROLL for (int r = 0; r < 4 * nq; r++) p[r] += MCI_BLOCK * size;
-        UNROLL for (int t = 0; t < nt; t++) xp[t] += MCI_BLOCK;
+        UNROLL for (int r = 0; r < 4 * nq; r++) p[r] += block * size;
+        UNROLL for (int t = 0; t < nt; t++) xp[t] += block;
     }
     UNROLL for (int q = 0; q < nq; q++)
         UNROLL for (int t = 0; t < nt; t++) {
@@ -241,19 +281,18 @@ FORMAT(bf16, MC_BF16)
 FORMAT(f16, MC_F16)
 FORMAT(f8, F8)
 FORMAT(f8_small, F8_SMALL)
+FORMAT(i8, I8)
+FORMAT(i8_32, I8_32)
 
 AVX512 void mci_avx512_gemm(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x,
                             int64_t n_tok, float *const *y) {
-    if (w->dtype > MC_F8E4M3) {
-        mci_ops_ref.gemm(w, r0, r1, x, n_tok, y);
-        return;
-    }
-    if (n_tok == 1 && w->dtype != F8) { /* memory sets the pace, and 4 streams please it most */
+    if (n_tok == 1 && w->dtype < F8) { /* memory sets the pace, and 4 streams please it most */
         mci_avx2_gemm(w, r0, r1, x, n_tok, y);
         return;
     }
     const format *f = w->dtype == MC_F32 ? &f32 : w->dtype == MC_BF16 ? &bf16
-                    : w->dtype == MC_F16 ? &f16 : &f8;
+                    : w->dtype == MC_F16 ? &f16 : w->dtype == F8 ? &f8
+                    : w->block_cols == 32 ? &i8_32 : &i8;
     for (int64_t left = n_tok, n; left > 0; left -= n, x += n, y += n) {
         if (left > DIRECT_TOK) {
             const int64_t passes = (left + MCI_TILE_TOK - 1) / MCI_TILE_TOK; /* of equal size */
@@ -262,6 +301,10 @@ AVX512 void mci_avx512_gemm(const mci_mat *w, int64_t r0, int64_t r1, const floa
             continue;
         }
         n = left;
+        if (w->dtype == MC_F4E2M1) {
+            mci_avx512_mx(w, r0, r1, x, n, y);
+            continue;
+        }
         const format *g = f;
         if (f == &f8) {
             bool small = true;

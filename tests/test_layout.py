@@ -18,7 +18,7 @@ LEVELS = [
     {"pool"},
     {"dtype", "policy"},
     {"ops", "ops_ref", "ops_poly", "ops_avx2", "ops_avx2_gemm", "ops_avx2_mix", "ops_avx2_int4", "io"}
-    | {"ops_avx512", "ops_avx512_gemm", "ops_avx512_tile"},
+    | {"ops_avx512", "ops_avx512_gemm", "ops_avx512_tile", "ops_avx512_mx"},
     {"engine"},
     {"acts"},
     {"expert"},
