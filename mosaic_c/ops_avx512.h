@@ -9,6 +9,8 @@
 #define TARGET512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"
 #define AVX512 __attribute__((target(TARGET512)))
 #define AVX512_INLINE static inline __attribute__((always_inline, target(TARGET512)))
+#define TARGET512_VNNI TARGET512 ",avx512vnni"
+#define VNNI_INLINE static inline __attribute__((always_inline, target(TARGET512_VNNI)))
 
 enum { UPPER = 0xff00 }; /* mask of the second half's lanes */
 
@@ -79,35 +81,36 @@ AVX512_INLINE bool row_has_nan(const uint8_t *p, int64_t n) {
 
 /* ---- sixteen rows side by side --------------------------------------------------------------- */
 
-/* 4-bit weights: 64 bytes of 16 rows are transposed, so that a register holds the same 32 bits, 8
- * columns, of each row. Nothing is summed across a register, and what belongs to a column (x) or
- * to a row (its scale) is one broadcast or one register.
- *
- *   row 0   c0 c1 | c2 c3 | c4 c5 | c6 c7     bits 0..31, low half of a byte first
- *   row 1   c0 c1 | c2 c3 | c4 c5 | c6 c7     bits 32..63, and so on */
+/* 4-bit weights: a line of 64 bytes of 16 rows is transposed, so that a register holds the same 8
+ * columns of all. Nothing is summed across a register, and what belongs to a column (x) or to a
+ * row (its scale) is one broadcast or one register. */
 enum {
-    SIDE = 16,           /* rows */
-    SIDE_GROUPS = 16,    /* scales of a row in a tile */
-    SIDE_COLS = 2048,    /* columns, at most */
+    SIDE = 16,
+    LINE_COLS = 128,  /* 4-bit columns of a line */
 };
 
-typedef struct side_tile {
-    __m512i w[SIDE_COLS / 8];
-    __m512 scale[SIDE_GROUPS];
-} side_tile;
-
-/* Word i of register k becomes word k of register i. */
-AVX512_INLINE void transpose(__m512i v[16]) {
-    __m512i u[16];
-    UNROLL for (int k = 0; k < 16; k += 4) { /* inside 128 bits */
-        const __m512i a = _mm512_unpacklo_epi32(v[k], v[k + 1]);
-        const __m512i b = _mm512_unpackhi_epi32(v[k], v[k + 1]);
-        const __m512i c = _mm512_unpacklo_epi32(v[k + 2], v[k + 3]);
-        const __m512i d = _mm512_unpackhi_epi32(v[k + 2], v[k + 3]);
-        u[k] = _mm512_unpacklo_epi64(a, c);
-        u[k + 1] = _mm512_unpackhi_epi64(a, c);
-        u[k + 2] = _mm512_unpacklo_epi64(b, d);
-        u[k + 3] = _mm512_unpackhi_epi64(b, d);
+/* v[k], of row k, becomes v[i], the 32 bits i of each row in its 32 bits. Or, in halves, of which
+ * the lower and the upper ones of rows 0..3 lie in bits 0..63 and 64..127, and so on: unpacking
+ * them then widens those of the 16 rows. */
+AVX512_INLINE void transpose(__m512i v[SIDE], const bool halves) {
+    __m512i u[SIDE];
+    UNROLL for (int k = 0; k < SIDE; k += 4) { /* inside 128 bits */
+        const __m512i r0 = v[k], r1 = v[k + 1], r2 = v[k + 2], r3 = v[k + 3];
+        if (halves) {
+            const __m512i a = _mm512_unpacklo_epi16(r0, r1), b = _mm512_unpackhi_epi16(r0, r1);
+            const __m512i c = _mm512_unpacklo_epi16(r2, r3), d = _mm512_unpackhi_epi16(r2, r3);
+            u[k] = _mm512_unpacklo_epi32(a, c);
+            u[k + 1] = _mm512_unpackhi_epi32(a, c);
+            u[k + 2] = _mm512_unpacklo_epi32(b, d);
+            u[k + 3] = _mm512_unpackhi_epi32(b, d);
+        } else {
+            const __m512i a = _mm512_unpacklo_epi32(r0, r1), b = _mm512_unpackhi_epi32(r0, r1);
+            const __m512i c = _mm512_unpacklo_epi32(r2, r3), d = _mm512_unpackhi_epi32(r2, r3);
+            u[k] = _mm512_unpacklo_epi64(a, c);
+            u[k + 1] = _mm512_unpackhi_epi64(a, c);
+            u[k + 2] = _mm512_unpacklo_epi64(b, d);
+            u[k + 3] = _mm512_unpackhi_epi64(b, d);
+        }
     }
     UNROLL for (int i = 0; i < 4; i++) { /* pieces of 128 bits */
         const __m512i a = _mm512_shuffle_i32x4(u[i], u[4 + i], 0x44);
@@ -121,29 +124,26 @@ AVX512_INLINE void transpose(__m512i v[16]) {
     }
 }
 
-/* w = n columns of 16 rows at p, those past the end 0; ahead: where the next tile begins. */
-AVX512_INLINE void side_weights(const uint8_t *const *p, int64_t n, int64_t ahead, __m512i *w) {
-    const int64_t left = n % 128, end = n / 128 * 64;
-    for (int64_t at = 0; at < end; at += 64) {
-        __m512i v[SIDE];
-        UNROLL for (int r = 0; r < SIDE; r++) {
+/* v (ceil(n / 128), 16) = the lines of n columns at p[r] + at; those past the end are 0. ahead: what
+ * to prefetch, from there. */
+AVX512_INLINE void side_lines(const uint8_t *const *p, int64_t at, int64_t n, int64_t ahead,
+                              const bool halves, __m512i *v) {
+    for (; n > 0; n -= LINE_COLS, at += 64, v += SIDE) {
+        __m512i u[SIDE];
+        UNROLL for (int r = 0; r < SIDE; r++)
             _mm_prefetch((const char *)p[r] + at + ahead, _MM_HINT_T0);
-            v[r] = _mm512_loadu_si512(p[r] + at);
+        if (n >= LINE_COLS) {
+            UNROLL for (int r = 0; r < SIDE; r++) u[r] = _mm512_loadu_si512(p[r] + at);
+        } else {
+            const __mmask64 whole = (1ull << n / 2) - 1, in = ~0ull >> (64 - (n + 1) / 2);
+            const __m512i keep = _mm512_mask_blend_epi8(whole, _mm512_set1_epi8(0x0f),
+                                                        _mm512_set1_epi8(-1));
+            UNROLL for (int r = 0; r < SIDE; r++)
+                u[r] = _mm512_and_si512(_mm512_maskz_loadu_epi8(in, p[r] + at), keep);
         }
-        transpose(v);
-        UNROLL for (int i = 0; i < 16; i++) w[at / 4 + i] = v[i];
+        transpose(u, halves);
+        UNROLL for (int i = 0; i < SIDE; i++) v[i] = u[i];
     }
-    if (!left) return;
-    const __mmask64 whole = (1ull << left / 2) - 1, in = ~0ull >> (64 - (left + 1) / 2);
-    const __m512i keep = _mm512_mask_blend_epi8(whole, _mm512_set1_epi8(0x0f),
-                                                _mm512_set1_epi8(-1));
-    __m512i v[SIDE];
-    UNROLL for (int r = 0; r < SIDE; r++) {
-        _mm_prefetch((const char *)p[r] + end + ahead, _MM_HINT_T0);
-        v[r] = _mm512_and_si512(_mm512_maskz_loadu_epi8(in, p[r] + end), keep);
-    }
-    transpose(v);
-    UNROLL for (int i = 0; i < 16; i++) w[end / 4 + i] = v[i];
 }
 
 /* n <= 16 scales from p on, as mci_scale_at makes them. */
@@ -165,13 +165,13 @@ AVX512_INLINE __m512 load_scales(int dtype, const uint8_t *p, int64_t n) {
 
 /* scale[i] = that of K block b + i of 16 rows, whose first scales are at p; n <= 16 of them. */
 AVX512_INLINE void side_scales(const mci_mat *w, const uint8_t *const *p, int64_t b, int64_t n,
-                               __m512 *scale) {
-    const int size = mci_dtype_get(w->scale_dtype)->bits / 8;
+                               __m512 scale[SIDE]) {
+    const int64_t at = b * mci_dtype_get(w->scale_dtype)->bits / 8;
     __m512i v[SIDE];
     UNROLL for (int r = 0; r < SIDE; r++)
-        v[r] = _mm512_castps_si512(load_scales(w->scale_dtype, p[r] + b * size, n));
-    transpose(v);
-    UNROLL for (int i = 0; i < SIDE_GROUPS; i++) scale[i] = _mm512_castsi512_ps(v[i]);
+        v[r] = _mm512_castps_si512(load_scales(w->scale_dtype, p[r] + at, n));
+    transpose(v, false);
+    UNROLL for (int i = 0; i < SIDE; i++) scale[i] = _mm512_castsi512_ps(v[i]);
 }
 
 /* ops_avx512_mx.c (n_tok <= 4), ops_avx512_int4.c */

@@ -1,8 +1,9 @@
 /* ops_avx512_mx.c - MXFP4 weights times few tokens with AVX-512.
  *
  * Sixteen rows lie side by side (ops_avx512.h) and each lane of the canonical order has a register
- * of 16 sums. A table turns 4 bits of every 16 into a BF16: it looks at 5 and holds all twice. So
- * one lookup decodes columns k and k + 4 of a K block's 8, the lower and upper halves of 32 bits. */
+ * of 16 sums. Of every 16 bits a table turns the lowest 4 into a BF16 (it looks at 5 and holds all
+ * twice): one column of the lower halves and, 4 columns further, one of the upper halves, which
+ * unpacking makes f32. */
 #include "ops.h"
 
 #if defined(__x86_64__)
@@ -10,33 +11,38 @@
 
 enum {
     BLOCK = 32,
-    COLS = SIDE_GROUPS * BLOCK, /* of a tile */
+    TILE_COLS = SIDE * BLOCK, /* whose scales are fetched at once */
     TOKENS = 4,
 };
 
+AVX512_INLINE __m512i words_in_register(__m512i v) {
+    return _mm512_castps_si512(in_register(_mm512_castsi512_ps(v)));
+}
+
 typedef float sums[8][SIDE]; /* of a token: by lane and row */
 
-/* tot += K blocks b .. end times x, all of whose 32 columns exist; nt is a constant. */
-AVX512_INLINE void times(const side_tile *m, int64_t b, int64_t end, const float *const *x,
+/* tot += n K blocks times x, all of whose 32 columns exist; nt is a constant. */
+AVX512_INLINE void times(const __m512i *w, const __m512 *scale, int64_t n, const float *const *x,
                          const int nt, sums *tot) {
     /* 0 0.5 1 1.5 2 3 4 6 and their negatives */
     static const uint16_t code[8] = {0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0};
     const __m128i plus = _mm_loadu_si128((const __m128i *)(const void *)code);
     const __m128i minus = _mm_or_si128(plus, _mm_set1_epi16((int16_t)0x8000));
     const __m512i bf16 = _mm512_broadcast_i64x4(_mm256_set_m128i(minus, plus));
-    const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
+    const __m512i zero = _mm512_setzero_si512();
     const float *xp[TOKENS];
     UNROLL for (int t = 0; t < nt; t++) xp[t] = x[t];
-    for (; b < end; b++) {
+    for (int64_t b = 0; b < n; b++) {
         __m512i v[4];
-        UNROLL for (int d = 0; d < 4; d++) v[d] = m->w[4 * b + d];
+        UNROLL for (int d = 0; d < 4; d++) v[d] = words_in_register(w[4 * b + d]);
         UNROLL for (int k = 0; k < 4; k++) {
             __m512 lo[TOKENS], hi[TOKENS];
             UNROLL for (int t = 0; t < nt; t++) lo[t] = hi[t] = _mm512_setzero_ps();
             UNROLL for (int d = 0; d < 4; d++) {
-                const __m512i two = _mm512_permutexvar_epi16(_mm512_srli_epi16(v[d], 4 * k), bf16);
-                const __m512 a = _mm512_castsi512_ps(_mm512_slli_epi32(two, 16));
-                const __m512 c = _mm512_castsi512_ps(_mm512_and_si512(two, upper));
+                const __m512i two =
+                    _mm512_permutexvar_epi16(_mm512_srli_epi16(v[d], 4 * k), bf16);
+                const __m512 a = _mm512_castsi512_ps(_mm512_unpacklo_epi16(zero, two));
+                const __m512 c = _mm512_castsi512_ps(_mm512_unpackhi_epi16(zero, two));
                 UNROLL for (int t = 0; t < nt; t++) {
                     lo[t] = _mm512_fmadd_ps(a, _mm512_set1_ps(xp[t][8 * d + k]), lo[t]);
                     hi[t] = _mm512_fmadd_ps(c, _mm512_set1_ps(xp[t][8 * d + k + 4]), hi[t]);
@@ -44,8 +50,8 @@ AVX512_INLINE void times(const side_tile *m, int64_t b, int64_t end, const float
             }
             UNROLL for (int t = 0; t < nt; t++) {
                 float *a = tot[t][k], *c = tot[t][k + 4];
-                _mm512_store_ps(a, _mm512_fmadd_ps(lo[t], m->scale[b], _mm512_load_ps(a)));
-                _mm512_store_ps(c, _mm512_fmadd_ps(hi[t], m->scale[b], _mm512_load_ps(c)));
+                _mm512_store_ps(a, _mm512_fmadd_ps(lo[t], scale[b], _mm512_load_ps(a)));
+                _mm512_store_ps(c, _mm512_fmadd_ps(hi[t], scale[b], _mm512_load_ps(c)));
             }
         }
         UNROLL for (int t = 0; t < nt; t++) xp[t] += BLOCK;
@@ -63,30 +69,31 @@ AVX512_INLINE __m512 tree(const sums s) {
 AVX512_INLINE void rows16(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x,
                           const int nt, float *const *y) {
     const int64_t K = w->cols, row = mci_row_bytes(MC_F4E2M1, K);
-    const uint8_t *p[SIDE], *scale[SIDE];
+    const uint8_t *p[SIDE], *sp[SIDE];
     _Alignas(64) sums tot[TOKENS];
-    _Alignas(64) side_tile m;
+    __m512i tile[TILE_COLS / 8];
+    __m512 scale[SIDE];
     memset(tot, 0, sizeof *tot * (size_t)nt);
     for (int64_t r = 0; r < SIDE; r++) {
         p[r] = w->data + MCI_MIN(r0 + r, r1 - 1) * row;
-        scale[r] = mci_scale_row(w, MCI_MIN(r0 + r, r1 - 1));
+        sp[r] = mci_scale_row(w, MCI_MIN(r0 + r, r1 - 1));
     }
-    for (int64_t k0 = 0; k0 < K; k0 += COLS) {
-        const int64_t n = MCI_MIN(K - k0, (int64_t)COLS), blocks = (n + BLOCK - 1) / BLOCK;
+    for (int64_t k = 0; k < K; k += TILE_COLS) {
+        const int64_t n = MCI_MIN(K - k, (int64_t)TILE_COLS), whole = n / BLOCK, left = n % BLOCK;
+        const int64_t next = k + n < K ? TILE_COLS / 2 : SIDE * row - k / 2;
         const float *xp[TOKENS];
-        side_weights(p, n, K - k0 > COLS ? COLS / 2 : SIDE * row - k0 / 2, m.w);
-        side_scales(w, scale, k0 / BLOCK, blocks, m.scale);
-        for (int t = 0; t < nt; t++) xp[t] = x[t] + k0;
-        times(&m, 0, n / BLOCK, xp, nt, tot);
-        for (int r = 0; r < SIDE; r++) p[r] += COLS / 2;
-        if (n % BLOCK == 0) continue;
+        side_lines(p, k / 2, n, next, true, tile);
+        side_scales(w, sp, k / BLOCK, whole + (left > 0), scale);
+        for (int t = 0; t < nt; t++) xp[t] = x[t] + k;
+        times(tile, scale, whole, xp, nt, tot);
+        if (!left) continue;
         float tail[TOKENS][BLOCK]; /* padded with -0: the products are, and change nothing */
         for (int t = 0; t < nt; t++) {
             for (int c = 0; c < BLOCK; c++)
-                tail[t][c] = c < n % BLOCK ? xp[t][n / BLOCK * BLOCK + c] : -0.0f;
+                tail[t][c] = c < left ? xp[t][whole * BLOCK + c] : -0.0f;
             xp[t] = tail[t];
         }
-        times(&m, n / BLOCK, blocks, xp, nt, tot);
+        times(tile + 4 * whole, scale + whole, 1, xp, nt, tot);
     }
     const __mmask16 in = (__mmask16)((1 << (r1 - r0)) - 1);
     UNROLL for (int t = 0; t < nt; t++) _mm512_mask_storeu_ps(y[t] + r0, in, tree(tot[t]));
