@@ -44,6 +44,11 @@ AVX512_INLINE __m512 in_register(__m512 v) {
     return v;
 }
 
+AVX512_INLINE __m512i words_in_register(__m512i v) {
+    __asm__("" : "+v"(v));
+    return v;
+}
+
 /* NaN codes of FP8 */
 
 typedef struct watch {
@@ -124,14 +129,11 @@ AVX512_INLINE void transpose(__m512i v[SIDE], const bool halves) {
     }
 }
 
-/* v (ceil(n / 128), 16) = the lines of n columns at p[r] + at; those past the end are 0. ahead: what
- * to prefetch, from there. */
-AVX512_INLINE void side_lines(const uint8_t *const *p, int64_t at, int64_t n, int64_t ahead,
-                              const bool halves, __m512i *v) {
+/* v (ceil(n / 128), 16) = the lines of n columns at p[r] + at; those past the end are 0. */
+AVX512_INLINE void side_lines(const uint8_t *const *p, int64_t at, int64_t n, const bool halves,
+                              __m512i *v) {
     for (; n > 0; n -= LINE_COLS, at += 64, v += SIDE) {
         __m512i u[SIDE];
-        UNROLL for (int r = 0; r < SIDE; r++)
-            _mm_prefetch((const char *)p[r] + at + ahead, _MM_HINT_T0);
         if (n >= LINE_COLS) {
             UNROLL for (int r = 0; r < SIDE; r++) u[r] = _mm512_loadu_si512(p[r] + at);
         } else {
@@ -144,6 +146,12 @@ AVX512_INLINE void side_lines(const uint8_t *const *p, int64_t at, int64_t n, in
         transpose(u, halves);
         UNROLL for (int i = 0; i < SIDE; i++) v[i] = u[i];
     }
+}
+
+/* Four lines: as many bytes as 4 registers of weights were. Fetched while these are used, for the
+ * sake of an even flow. */
+AVX512_INLINE void side_fetch(const uint8_t *p) {
+    UNROLL for (int i = 0; i < 4; i++) _mm_prefetch((const char *)p + 64 * i, _MM_HINT_T0);
 }
 
 /* n <= 16 scales from p on, as mci_scale_at makes them. */
@@ -166,8 +174,11 @@ AVX512_INLINE __m512 load_scales(int dtype, const uint8_t *p, int64_t n) {
 /* scale[i] = that of K block b + i of 16 rows, whose first scales are at p; n <= 16 of them. */
 AVX512_INLINE void side_scales(const mci_mat *w, const uint8_t *const *p, int64_t b, int64_t n,
                                __m512 scale[SIDE]) {
-    const int64_t at = b * mci_dtype_get(w->scale_dtype)->bits / 8;
+    const int64_t size = mci_dtype_get(w->scale_dtype)->bits / 8, at = b * size;
+    const int64_t ahead = SIDE * mci_mat_scales(w) * size; /* the next rows' */
     __m512i v[SIDE];
+    UNROLL for (int r = 0; r < SIDE; r++)
+        _mm_prefetch((const char *)p[r] + at + ahead, _MM_HINT_T0);
     UNROLL for (int r = 0; r < SIDE; r++)
         v[r] = _mm512_castps_si512(load_scales(w->scale_dtype, p[r] + at, n));
     transpose(v, false);

@@ -14,6 +14,7 @@
 enum {
     TILE_COLS = 2048,  /* at most, or 16 groups */
     MAX_TOKENS = 8,    /* side by side */
+    FEW = 4,           /* by one tile */
 };
 
 typedef struct int4_tile {
@@ -28,35 +29,52 @@ typedef struct int4_sums {
 } int4_sums;
 
 typedef void int4_times(const int4_tile *m, int64_t n, int64_t group, bool last, const mci_qact *x,
-                        int4_sums *sums);
+                        int4_sums *sums, const uint8_t *next);
+
+typedef struct int4_kernels {
+    int4_times *one[FEW], *two; /* by tiles; one: by tokens - 1 */
+    int64_t two_tokens;
+} int4_kernels;
 
 AVX512_INLINE __m512i broadcast_4(const int8_t *q) {
     return _mm512_set1_epi32((int)mci_u32((const uint8_t *)q));
 }
 
 /* Pairs of products are summed in 16 bits: 8 times 2 * 15 * 127 is no overflow. */
-AVX512_INLINE __m512i begin_words(__m512i acc) { return (void)acc, _mm512_setzero_si512(); }
-AVX512_INLINE __m512i madd_words(__m512i part, __m512i a, const int8_t *b) {
-    return _mm512_add_epi16(part, _mm512_maddubs_epi16(a, broadcast_4(b)));
+AVX512_INLINE __m512i begin_words(__m512i acc, const int nt) {
+    (void)acc, (void)nt;
+    return _mm512_setzero_si512();
 }
-AVX512_INLINE __m512i end_words(__m512i acc, __m512i part) {
+AVX512_INLINE __m512i madd_words(__m512i part, __m512i a, __m512i b) {
+    return _mm512_add_epi16(part, _mm512_maddubs_epi16(a, b));
+}
+AVX512_INLINE __m512i end_words(__m512i acc, __m512i part, const int nt) {
+    (void)nt;
     return _mm512_add_epi32(acc, _mm512_madd_epi16(part, _mm512_set1_epi16(1)));
 }
 
-VNNI_INLINE __m512i begin_vnni(__m512i acc) { return acc; }
-VNNI_INLINE __m512i madd_vnni(__m512i part, __m512i a, const int8_t *b) {
-    return _mm512_dpbusd_epi32(part, a, broadcast_4(b));
+/* One chain of additions is slow; with many tokens there are enough, and registers are few. */
+VNNI_INLINE __m512i begin_vnni(__m512i acc, const int nt) {
+    return nt > FEW ? acc : _mm512_setzero_si512();
 }
-VNNI_INLINE __m512i end_vnni(__m512i acc, __m512i part) { return (void)acc, part; }
+VNNI_INLINE __m512i madd_vnni(__m512i part, __m512i a, __m512i b) {
+    return _mm512_dpbusd_epi32(part, a, b);
+}
+VNNI_INLINE __m512i end_vnni(__m512i acc, __m512i part, const int nt) {
+    return nt > FEW ? part : _mm512_add_epi32(acc, part);
+}
 
 #define TARGET target(TARGET512)
 #define NAME(x) x##_words
+#define PAIR_TOKENS 4
 #include "ops_avx512_dot.h"
 #undef TARGET
 #undef NAME
+#undef PAIR_TOKENS
 
 #define TARGET target(TARGET512_VNNI)
 #define NAME(x) x##_vnni
+#define PAIR_TOKENS 8
 #include "ops_avx512_dot.h"
 
 /* Columns k .. k+n of 16 rows. */
@@ -69,50 +87,59 @@ AVX512_INLINE void fill_tile(int4_tile *m, const mci_mat *w, int64_t r0, int64_t
         p[r] = w->data + MCI_MIN(r0 + r, r1 - 1) * row;
         sp[r] = mci_scale_row(w, MCI_MIN(r0 + r, r1 - 1));
     }
-    side_lines(p, k / 2, n, k + n < w->cols ? n / 2 : SIDE * row - k / 2, false, m->w);
+    side_lines(p, k / 2, n, false, m->w);
     side_scales(w, sp, k / group, (n + group - 1) / group, m->scale);
 }
 
 AVX512_INLINE void product(const mci_mat *w, int64_t r0, int64_t r1, const mci_qact *x,
-                           int64_t n_tok, float *const *y, int4_times *const *times) {
+                           int64_t n_tok, float *const *y, const int4_kernels *f) {
     const int64_t K = w->cols, group = w->block_cols ? w->block_cols : K;
+    const int64_t row = mci_row_bytes(MC_INT4, K);
     const int64_t cols = MCI_MIN(SIDE * group, (int64_t)TILE_COLS);
-    int4_sums sums[MCI_TILE_TOK];
-    int4_tile m;
-    for (int64_t r = r0; r < r1; r += SIDE) {
-        memset(sums, 0, (size_t)n_tok * sizeof *sums);
+    int4_sums sums[2][MCI_TILE_TOK];
+    int4_tile m[2];
+    for (int64_t r = r0, tiles; r < r1; r += tiles * SIDE) {
+        tiles = r1 - r > SIDE && n_tok >= f->two_tokens ? 2 : 1;
+        for (int i = 0; i < tiles; i++) memset(sums[i], 0, (size_t)n_tok * sizeof **sums);
         for (int64_t k = 0; k < K; k += cols) {
             const int64_t n = MCI_MIN(K - k, cols), g = k / group;
-            fill_tile(&m, w, r, r1, k, n);
+            const uint8_t *next = w->data + (r + tiles * SIDE) * row + k * (tiles * SIDE / 2);
+            for (int i = 0; i < tiles; i++) fill_tile(&m[i], w, r + i * SIDE, r1, k, n);
             for (int64_t t = 0, nt; t < n_tok; t += nt) {
                 mci_qact part[MAX_TOKENS];
-                nt = n_tok - t >= 8 ? 8 : MCI_MIN(n_tok - t, 4);
+                const bool two = tiles == 2 && n_tok - t >= f->two_tokens;
+                nt = two ? f->two_tokens : MCI_MIN(n_tok - t, (int64_t)FEW);
                 for (int i = 0; i < nt; i++)
                     part[i] = (mci_qact){x[t + i].q + k, x[t + i].s + g, x[t + i].q8 + g};
-                times[MCI_MIN(nt, 5) - 1](&m, n, group, k + n == K, part, sums + t);
+                for (int i = 0; i < (two ? 1 : tiles); i++, next = (const uint8_t *)m)
+                    (two ? f->two : f->one[nt - 1])(m + i, n, group, k + n == K, part,
+                                                    sums[i] + t, next);
             }
         }
-        const __mmask16 in = (__mmask16)((1 << MCI_MIN(r1 - r, SIDE)) - 1);
-        for (int64_t t = 0; t < n_tok; t++) _mm512_mask_storeu_ps(y[t] + r, in, sums[t].tot);
+        for (int64_t i = 0; i < tiles; i++) {
+            const int64_t at = r + i * SIDE, rows = MCI_MIN(r1 - at, (int64_t)SIDE);
+            for (int64_t t = 0; t < n_tok; t++)
+                _mm512_mask_storeu_ps(y[t] + at, (__mmask16)((1 << rows) - 1), sums[i][t].tot);
+        }
     }
 }
 
 AVX512_INLINE void products(const mci_mat *w, int64_t r0, int64_t r1, const mci_qact *x,
-                            int64_t n_tok, float *const *y, int4_times *const *times) {
+                            int64_t n_tok, float *const *y, const int4_kernels *f) {
     for (int64_t n; n_tok > 0; n_tok -= n, x += n, y += n) {
         n = MCI_MIN(n_tok, (int64_t)MCI_TILE_TOK);
-        product(w, r0, r1, x, n, y, times);
+        product(w, r0, r1, x, n, y, f);
     }
 }
 
 AVX512 void mci_avx512_qgemm(const mci_mat *w, int64_t r0, int64_t r1, const mci_qact *x,
                              int64_t n_tok, float *const *y) {
-    products(w, r0, r1, x, n_tok, y, by_tokens_words);
+    products(w, r0, r1, x, n_tok, y, &kernels_words);
 }
 
 AVX512 void mci_avx512vnni_qgemm(const mci_mat *w, int64_t r0, int64_t r1, const mci_qact *x,
                                  int64_t n_tok, float *const *y) {
-    products(w, r0, r1, x, n_tok, y, by_tokens_vnni);
+    products(w, r0, r1, x, n_tok, y, &kernels_vnni);
 }
 
 /* ---- quantise -------------------------------------------------------------------------------- */

@@ -15,15 +15,11 @@ enum {
     TOKENS = 4,
 };
 
-AVX512_INLINE __m512i words_in_register(__m512i v) {
-    return _mm512_castps_si512(in_register(_mm512_castsi512_ps(v)));
-}
-
 typedef float sums[8][SIDE]; /* of a token: by lane and row */
 
-/* tot += n K blocks times x, all of whose 32 columns exist; nt is a constant. */
+/* tot += n K blocks times x, all of whose 32 columns exist; nt is a constant. next: to prefetch. */
 AVX512_INLINE void times(const __m512i *w, const __m512 *scale, int64_t n, const float *const *x,
-                         const int nt, sums *tot) {
+                         const int nt, sums *tot, const uint8_t *next) {
     /* 0 0.5 1 1.5 2 3 4 6 and their negatives */
     static const uint16_t code[8] = {0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0};
     const __m128i plus = _mm_loadu_si128((const __m128i *)(const void *)code);
@@ -34,6 +30,7 @@ AVX512_INLINE void times(const __m512i *w, const __m512 *scale, int64_t n, const
     UNROLL for (int t = 0; t < nt; t++) xp[t] = x[t];
     for (int64_t b = 0; b < n; b++) {
         __m512i v[4];
+        side_fetch(next + 256 * b);
         UNROLL for (int d = 0; d < 4; d++) v[d] = words_in_register(w[4 * b + d]);
         UNROLL for (int k = 0; k < 4; k++) {
             __m512 lo[TOKENS], hi[TOKENS];
@@ -80,12 +77,12 @@ AVX512_INLINE void rows16(const mci_mat *w, int64_t r0, int64_t r1, const float 
     }
     for (int64_t k = 0; k < K; k += TILE_COLS) {
         const int64_t n = MCI_MIN(K - k, (int64_t)TILE_COLS), whole = n / BLOCK, left = n % BLOCK;
-        const int64_t next = k + n < K ? TILE_COLS / 2 : SIDE * row - k / 2;
+        const uint8_t *next = p[0] + SIDE * row + k * (SIDE / 2);
         const float *xp[TOKENS];
-        side_lines(p, k / 2, n, next, true, tile);
+        side_lines(p, k / 2, n, true, tile);
         side_scales(w, sp, k / BLOCK, whole + (left > 0), scale);
         for (int t = 0; t < nt; t++) xp[t] = x[t] + k;
-        times(tile, scale, whole, xp, nt, tot);
+        times(tile, scale, whole, xp, nt, tot, next);
         if (!left) continue;
         float tail[TOKENS][BLOCK]; /* padded with -0: the products are, and change nothing */
         for (int t = 0; t < nt; t++) {
@@ -93,7 +90,7 @@ AVX512_INLINE void rows16(const mci_mat *w, int64_t r0, int64_t r1, const float 
                 tail[t][c] = c < left ? xp[t][whole * BLOCK + c] : -0.0f;
             xp[t] = tail[t];
         }
-        times(tile + 4 * whole, scale + whole, 1, xp, nt, tot);
+        times(tile + 4 * whole, scale + whole, 1, xp, nt, tot, next);
     }
     const __mmask16 in = (__mmask16)((1 << (r1 - r0)) - 1);
     UNROLL for (int t = 0; t < nt; t++) _mm512_mask_storeu_ps(y[t] + r0, in, tree(tot[t]));
