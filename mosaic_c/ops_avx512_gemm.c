@@ -4,8 +4,9 @@
  * row are transposed in pieces of 128 bits, and unpacking inside these widens them, which is
  * cheaper than conversion: it leaves 4 columns of 4 rows in a register. So columns 0..3 of eight
  * meet lanes 0..3 in one accumulator, columns 4..7 lanes 4..7 in another, and x is 4 floats
- * broadcast. Two quads are decoded on the fly for up to 4 tokens. Their rows lie an eighth of the
- * range apart, so memory sees 8 long sequential streams. Many tokens: ops_avx512_tile.c.
+ * broadcast. Two quads are decoded on the fly for up to 4 tokens; meanwhile the next eight rows are
+ * fetched in the order they have in memory, which pleases it more than a stream for each row.
+ * MXFP4: ops_avx512_mx.c. Many tokens: ops_avx512_tile.c.
  *
  * A partial last K block is copied and padded, weights with +0 and x with -0: the products are -0,
  * the addend that changes nothing. A NaN weight makes the row's result NaN whatever x is, so FP8
@@ -22,7 +23,6 @@ enum {
     ROWS = 4 * QUADS,
     DIRECT_TOK = 4, /* tokens that share one decode */
     LINE = 64,      /* bytes of a row read at a time */
-    AHEAD = 1024,   /* bytes a stream is prefetched */
 };
 
 /* Sixty-four bytes of each of four rows: v[i] has bytes 16i .. 16i+15 of all. Whole lines are read:
@@ -133,10 +133,11 @@ AVX512_INLINE __m512 quad_scale(const mci_mat *w, const uint8_t *const *row, int
 
 typedef __m512 sums[QUADS][DIRECT_TOK][2]; /* [2]: lanes 0..3 and 4..7 of four rows */
 
-/* acc = the dot products of n columns (whole lines) of nq quads and nt tokens. All but n, and
- * for a whole block n too, are constants where this is inlined. */
+/* acc = the dot products of n columns (whole lines) of nq quads and nt tokens; next: what to
+ * prefetch, as many bytes. nq, nt, dtype and, for a whole block, n are constants. */
 AVX512_INLINE void dot_block(const uint8_t *const *p, const int nq, const float *const *x,
-                             const int nt, int64_t n, sums acc, watch *nan, const int dtype) {
+                             const int nt, int64_t n, sums acc, watch *nan, const uint8_t *next,
+                             const int dtype) {
     const int size = size_of(dtype), fours = size == 1 ? 4 : dtype == MC_F32 ? 1 : 2;
     const int line = dtype == I8_32 ? LINE / 2 : LINE;
     _Alignas(64) float scaled[DIRECT_TOK][MCI_BLOCK];
@@ -152,7 +153,7 @@ AVX512_INLINE void dot_block(const uint8_t *const *p, const int nq, const float 
     for (int64_t c = 0; c < n; c += line / size) {
         __m512i b[QUADS][4];
         UNROLL for (int r = 0; r < 4 * nq; r++)
-            _mm_prefetch((const char *)p[r] + c * size + AHEAD, _MM_HINT_T0);
+            _mm_prefetch((const char *)next + c * size * 4 * nq + line * r, _MM_HINT_T0);
         UNROLL for (int q = 0; q < nq; q++) {
             if (dtype == I8_32)
                 load_half(p + 4 * q, c * size, b[q]);
@@ -192,7 +193,7 @@ AVX512_INLINE void dot_tail(const uint8_t *const *p, const int nq, const float *
         for (int64_t c = 0; c < MCI_BLOCK; c++) xs[t][c] = c < n ? x[t][c] : -0.0f;
         xp[t] = xs[t];
     }
-    dot_block(wp, nq, xp, nt, (n * size + LINE - 1) / LINE * LINE / size, acc, nan, dtype);
+    dot_block(wp, nq, xp, nt, (n * size + LINE - 1) / LINE * LINE / size, acc, nan, p[0], dtype);
 }
 
 /* The lane trees of four rows. */
@@ -211,6 +212,7 @@ AVX512_INLINE void dot_rows(const mci_mat *w, const int64_t *row, const int nq,
     const bool scaled = is_f8(dtype) || is_i8(dtype);
     const int64_t K = w->cols, block = dtype == I8 ? mci_mat_block(w) : dtype == I8_32 ? 32 : MCI_BLOCK;
     const uint8_t *p[ROWS], *scale[ROWS]; /* scale: of the row's first block */
+    const uint8_t *next = w->data + (row[0] + 4 * nq) * K * size;
     const float *xp[DIRECT_TOK];
     sums tot, acc;
     watch nan = watch_none();
@@ -224,7 +226,7 @@ AVX512_INLINE void dot_rows(const mci_mat *w, const int64_t *row, const int nq,
     for (int64_t b = 0; b < mci_mat_blocks(w); b++) {
         const int64_t left = K - b * block;
         if (left >= block)
-            dot_block(p, nq, xp, nt, block, acc, &nan, dtype);
+            dot_block(p, nq, xp, nt, block, acc, &nan, next, dtype);
         else
             dot_tail(p, nq, xp, nt, left, acc, &nan, dtype);
         UNROLL for (int q = 0; q < nq; q++) {
@@ -234,6 +236,7 @@ AVX512_INLINE void dot_rows(const mci_mat *w, const int64_t *row, const int nq,
                     tot[q][t][k] = _mm512_fmadd_ps(acc[q][t][k], s, tot[q][t][k]);
         }
         UNROLL for (int r = 0; r < 4 * nq; r++) p[r] += block * size;
+        next += 4 * nq * block * size;
         UNROLL for (int t = 0; t < nt; t++) xp[t] += block;
     }
     UNROLL for (int q = 0; q < nq; q++)
@@ -311,14 +314,12 @@ AVX512 void mci_avx512_gemm(const mci_mat *w, int64_t r0, int64_t r1, const floa
             for (int64_t i = 0; i < n && small; i++) small = is_small(x[i], w->cols);
             if (small) g = &f8_small;
         }
-        const int64_t part = (r1 - r0) / ROWS;
-        for (int64_t i = r0; i < r0 + part; i++) {
-            int64_t row[ROWS];
-            for (int k = 0; k < ROWS; k++) row[k] = i + k * part;
+        int64_t row[ROWS], i = r0;
+        for (; i + ROWS <= r1; i += ROWS) {
+            for (int k = 0; k < ROWS; k++) row[k] = i + k;
             g->rows8[n - 1](w, row, x, y);
         }
-        for (int64_t i = r0 + ROWS * part; i < r1; i += 4) { /* past the end: the last row again */
-            int64_t row[4];
+        for (; i < r1; i += 4) { /* past the end: the last row again */
             for (int k = 0; k < 4; k++) row[k] = MCI_MIN(i + k, r1 - 1);
             g->rows4[n - 1](w, row, x, y);
         }

@@ -118,7 +118,7 @@ static void check_negative_zero(const mci_ops *o) {
 }
 
 static int check(void) {
-    static const char *const names[] = {"avx512", "avx2", "scalar"};
+    static const char *const names[] = {"avx512", "avx512vnni", "avx2", "scalar"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         const mci_ops *o;
         if (mci_ops_get(names[i], &o, NULL) != MC_OK) {
