@@ -185,7 +185,7 @@ AVX512_INLINE void side_scales(const mci_mat *w, const uint8_t *const *p, int64_
     UNROLL for (int i = 0; i < SIDE; i++) scale[i] = _mm512_castsi512_ps(v[i]);
 }
 
-/* ops_avx512_mx.c (n_tok <= 4), ops_avx512_int4.c */
+/* ops_avx512_mx.c, ops_avx512_int4.c */
 void mci_avx512_mx(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x, int64_t n_tok,
                    float *const *y);
 void mci_avx512_qgemm(const mci_mat *w, int64_t r0, int64_t r1, const mci_qact *x, int64_t n_tok,

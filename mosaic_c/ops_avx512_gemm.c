@@ -289,6 +289,10 @@ FORMAT(i8_32, I8_32)
 
 AVX512 void mci_avx512_gemm(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x,
                             int64_t n_tok, float *const *y) {
+    if (w->dtype == MC_F4E2M1) {
+        mci_avx512_mx(w, r0, r1, x, n_tok, y);
+        return;
+    }
     if (n_tok == 1 && w->dtype < F8) { /* memory sets the pace, and 4 streams please it most */
         mci_avx2_gemm(w, r0, r1, x, n_tok, y);
         return;
@@ -304,10 +308,6 @@ AVX512 void mci_avx512_gemm(const mci_mat *w, int64_t r0, int64_t r1, const floa
             continue;
         }
         n = left;
-        if (w->dtype == MC_F4E2M1) {
-            mci_avx512_mx(w, r0, r1, x, n, y);
-            continue;
-        }
         const format *g = f;
         if (f == &f8) {
             bool small = true;

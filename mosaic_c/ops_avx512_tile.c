@@ -44,16 +44,6 @@ AVX512_INLINE __m512 f8_value(__m512i top) {
     return _mm512_fmadd_ps(v, _mm512_set1_ps(0x1p+120f), _mm512_set1_ps(-0.0f));
 }
 
-/* The 8 columns in 4 bytes of a and of b, low halves first; see ops_avx512_mx.c. */
-AVX512_INLINE __m512 f4_value(const uint8_t *a, const uint8_t *b) {
-    const __m512i part = _mm512_broadcast_i32x8(_mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
-    const __m512 code = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2,
-                                       -3, -4, -6);
-    const __m512i v = _mm512_mask_set1_epi32(_mm512_set1_epi32((int)mci_u32(a)), UPPER,
-                                             (int)mci_u32(b));
-    return _mm512_permutexvar_ps(_mm512_srlv_epi32(v, part), code); /* of the index 4 bits count */
-}
-
 /* Sixteen weights of row a and of row b as f32, exactly; of FP8 all but the NaN codes. v[0]: the
  * first eight of a, then of b; v[1]: the other eight of both. */
 AVX512_INLINE void decode_pair(const uint8_t *a, const uint8_t *b, __m512 v[2], const int dtype) {
@@ -62,11 +52,6 @@ AVX512_INLINE void decode_pair(const uint8_t *a, const uint8_t *b, __m512 v[2], 
                                                    load16(b));
         v[0] = f8_value(top_bytes(rows, 0));
         v[1] = f8_value(top_bytes(rows, 8));
-        return;
-    }
-    if (dtype == MC_F4E2M1) {
-        v[0] = f4_value(a, b);
-        v[1] = f4_value(a + 4, b + 4);
         return;
     }
     if (dtype == I8) {
@@ -92,45 +77,36 @@ typedef struct tile {
     float scale[TILE_BLOCKS][PAIRS][16];
 } tile;
 
-AVX512_INLINE int64_t bytes_of(int64_t cols, const int dtype) {
-    return dtype == MC_F4E2M1 ? (cols + 1) / 2 : cols * size_of(dtype);
-}
-
-/* The last n < 16 columns of a row, padded with +0. */
-AVX512_INLINE void copy_tail(uint8_t out[STEP * 4], const uint8_t *p, int64_t n, const int dtype) {
-    memset(out, 0, STEP * 4);
-    memcpy(out, p, (size_t)bytes_of(n, dtype));
-    if (dtype == MC_F4E2M1 && n % 2) out[n / 2] &= 0x0f;
-}
-
 /* Row r and columns k0 .. k0+n of eight rows; those past `last` repeat it. */
 AVX512_INLINE void fill_tile(tile *m, const mci_mat *w, int64_t r, int64_t last, int64_t k0,
                              int64_t n, watch *nan, const int dtype) {
-    const int64_t row = bytes_of(w->cols, dtype), block = mci_mat_block(w);
+    const int size = size_of(dtype);
+    const int64_t block = mci_mat_block(w);
     for (int i = 0; i < PAIRS; i++) {
         const int64_t ra = MCI_MIN(r + 2 * i, last), rb = MCI_MIN(ra + 1, last);
-        const uint8_t *a = w->data + ra * row + bytes_of(k0, dtype);
-        const uint8_t *b = w->data + rb * row + bytes_of(k0, dtype);
+        const uint8_t *a = w->data + (ra * w->cols + k0) * size;
+        const uint8_t *b = w->data + (rb * w->cols + k0) * size;
         if (is_f8(dtype)) {
             watch_bytes(nan, a, n);
             watch_bytes(nan, b, n);
         }
         /* the same columns of the next eight rows, which are read when this tile is done with */
-        for (int64_t at = ROWS * row; at < ROWS * row + bytes_of(n, dtype); at += 64) {
-            _mm_prefetch((const char *)a + at, _MM_HINT_T0);
-            _mm_prefetch((const char *)b + at, _MM_HINT_T0);
+        const int64_t next = ROWS * w->cols * size;
+        for (int64_t at = 0; at < n * size; at += 64) {
+            _mm_prefetch((const char *)a + next + at, _MM_HINT_T0);
+            _mm_prefetch((const char *)b + next + at, _MM_HINT_T0);
         }
         __m512 v[2];
         int64_t c = 0;
         for (; c + STEP <= n; c += STEP) {
-            decode_pair(a + bytes_of(c, dtype), b + bytes_of(c, dtype), v, dtype);
+            decode_pair(a + c * size, b + c * size, v, dtype);
             _mm512_store_ps(m->w[i][c / 8], v[0]);
             _mm512_store_ps(m->w[i][c / 8 + 1], v[1]);
         }
         if (c < n) {
-            uint8_t ta[STEP * 4], tb[STEP * 4];
-            copy_tail(ta, a + bytes_of(c, dtype), n - c, dtype);
-            copy_tail(tb, b + bytes_of(c, dtype), n - c, dtype);
+            uint8_t ta[STEP * 4] = {0}, tb[STEP * 4] = {0};
+            memcpy(ta, a + c * size, (size_t)((n - c) * size));
+            memcpy(tb, b + c * size, (size_t)((n - c) * size));
             decode_pair(ta, tb, v, dtype);
             _mm512_store_ps(m->w[i][c / 8], v[0]);
             _mm512_store_ps(m->w[i][c / 8 + 1], v[1]);
@@ -141,8 +117,9 @@ AVX512_INLINE void fill_tile(tile *m, const mci_mat *w, int64_t r, int64_t last,
     }
 }
 
-/* tot (nt, PAIRS, 16) += the tile's n columns times x, block by block; nt is a constant. */
-AVX512_INLINE void tile_times(const tile *m, int64_t n, int64_t block, const float *const *x,
+/* tot (nt, PAIRS, 16) += the tile's n columns times x, block by block; block and nt are
+ * constants. */
+AVX512_INLINE void tile_times(const tile *m, int64_t n, const int block, const float *const *x,
                               const int nt, float *tot) {
     const float *xp[TOKENS];
     for (int t = 0; t < nt; t++) xp[t] = x[t];
@@ -178,15 +155,15 @@ AVX512_INLINE void tile_times(const tile *m, int64_t n, int64_t block, const flo
     }
 }
 
-#define TIMES(nt)                                                                                  \
-    AVX512 static __attribute__((noinline)) void times_##nt(                                       \
-        const tile *m, int64_t n, int64_t block, const float *const *x, float *tot) {              \
+#define TIMES(block, nt)                                                                           \
+    AVX512 static __attribute__((noinline)) void times_##block##_##nt(                             \
+        const tile *m, int64_t n, const float *const *x, float *tot) {                             \
         tile_times(m, n, block, x, nt, tot);                                                       \
     }
-TIMES(1)
-TIMES(2)
-TIMES(3)
-TIMES(4)
+#define TIMES_OF(block) TIMES(block, 1) TIMES(block, 2) TIMES(block, 3) TIMES(block, 4)
+TIMES_OF(32)
+TIMES_OF(64)
+TIMES_OF(128)
 
 /* Fours, then threes and twos: one token alone leaves the fma units idle. */
 AVX512_INLINE int64_t next_tokens(int64_t left) {
@@ -195,9 +172,13 @@ AVX512_INLINE int64_t next_tokens(int64_t left) {
 
 AVX512_INLINE void many_tokens(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x,
                                int64_t n_tok, float *const *y, const int dtype) {
-    static void (*const times[])(const tile *, int64_t, int64_t, const float *const *, float *) = {
-        times_1, times_2, times_3, times_4};
-    const int64_t K = w->cols, block = mci_mat_block(w);
+    typedef void times_fn(const tile *, int64_t, const float *const *, float *);
+    static times_fn *const of_block[3][TOKENS] = {
+        {times_32_1, times_32_2, times_32_3, times_32_4},
+        {times_64_1, times_64_2, times_64_3, times_64_4},
+        {times_128_1, times_128_2, times_128_3, times_128_4}};
+    times_fn *const *times = of_block[mci_mat_block(w) / 64];
+    const int64_t K = w->cols;
     _Alignas(64) float tot[MCI_TILE_TOK * PAIRS * 16];
     _Alignas(64) tile m;
     for (int64_t r = r0; r < r1; r += ROWS) {
@@ -211,7 +192,7 @@ AVX512_INLINE void many_tokens(const mci_mat *w, int64_t r0, int64_t r1, const f
                 const float *xp[TOKENS] = {0};
                 nt = next_tokens(n_tok - t);
                 for (int i = 0; i < nt; i++) xp[i] = x[t + i] + k0;
-                times[nt - 1](&m, n, block, xp, tot + t * PAIRS * 16);
+                times[nt - 1](&m, n, xp, tot + t * PAIRS * 16);
             }
         }
         for (int64_t t = 0; t < n_tok; t++)
@@ -234,8 +215,6 @@ AVX512 void mci_avx512_tile(const mci_mat *w, int64_t r0, int64_t r1, const floa
         many_tokens(w, r0, r1, x, n_tok, y, MC_F16);
     else if (w->dtype == I8)
         many_tokens(w, r0, r1, x, n_tok, y, I8);
-    else if (w->dtype == MC_F4E2M1)
-        many_tokens(w, r0, r1, x, n_tok, y, MC_F4E2M1);
     else
         many_tokens(w, r0, r1, x, n_tok, y, F8);
 }
