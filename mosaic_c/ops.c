@@ -7,7 +7,7 @@
 #include "pool.h"
 
 /* Best first. */
-static const mci_ops *const sets[] = {&mci_ops_avx512, &mci_ops_avx2, &mci_ops_ref};
+static const mci_ops *const sets[] = {&mci_ops_avx512vnni, &mci_ops_avx512, &mci_ops_avx2, &mci_ops_ref};
 enum { N_SETS = (int)(sizeof sets / sizeof *sets) };
 
 static bool runs(const mci_ops *o) {
@@ -15,6 +15,7 @@ static bool runs(const mci_ops *o) {
 }
 
 const char *mc_engine_isas(void) {
+    if (runs(&mci_ops_avx512vnni)) return "avx512vnni avx512 avx2 scalar";
     if (runs(&mci_ops_avx512)) return "avx512 avx2 scalar";
     return runs(&mci_ops_avx2) ? "avx2 scalar" : "scalar";
 }

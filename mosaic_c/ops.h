@@ -47,7 +47,7 @@ typedef struct mci_qact {
 } mci_qact;
 
 typedef struct mci_ops {
-    const char *name;   /* "scalar", "avx2", "avx512" */
+    const char *name;   /* "scalar", "avx2", "avx512", "avx512vnni" */
     uint32_t features;  /* MCI_CPU_... it needs */
 
     /* y[t][r] = dot(row r of w, x[t]) for r in [r0, r1), t in [0, n_tok). Not for integer types. */
@@ -101,7 +101,7 @@ typedef struct mci_ops {
 } mci_ops;
 
 extern const mci_ops mci_ops_ref;
-extern const mci_ops mci_ops_avx2, mci_ops_avx512; /* functions NULL where it is no x86-64 build */
+extern const mci_ops mci_ops_avx2, mci_ops_avx512, mci_ops_avx512vnni; /* functions NULL where it is no x86-64 build */
 
 /* name NULL: the best set this CPU runs. Unknown or not runnable here: MC_EINVAL, naming those
  * that are. */

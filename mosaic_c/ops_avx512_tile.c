@@ -16,8 +16,8 @@ enum {
     ROWS = 2 * PAIRS,
     TOKENS = 4,                     /* side by side */
     STEP = 16,                      /* columns decoded at a time */
-    TILE_BLOCKS = 4,                /* K blocks in a tile: 8 x 512 floats, 16 KB */
-    TILE_COLS = TILE_BLOCKS * MCI_BLOCK,
+    TILE_COLS = 512,                /* of whole K blocks: 8 x 512 floats, 16 KB */
+    TILE_BLOCKS = TILE_COLS / 32,   /* K blocks, at most */
 };
 
 AVX512_INLINE __m128i load16(const uint8_t *p) {
@@ -54,6 +54,12 @@ AVX512_INLINE void decode_pair(const uint8_t *a, const uint8_t *b, __m512 v[2], 
         v[1] = f8_value(top_bytes(rows, 8));
         return;
     }
+    if (dtype == I8) {
+        const __m128i la = load16(a), lb = load16(b);
+        v[0] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_unpacklo_epi64(la, lb)));
+        v[1] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_unpackhi_epi64(la, lb)));
+        return;
+    }
     for (int i = 0; i < 2; i++) {
         if (dtype == MC_F32) {
             v[i] = two_halves(load_f32(a + 32 * i), load_f32(b + 32 * i));
@@ -75,6 +81,7 @@ typedef struct tile {
 AVX512_INLINE void fill_tile(tile *m, const mci_mat *w, int64_t r, int64_t last, int64_t k0,
                              int64_t n, watch *nan, const int dtype) {
     const int size = size_of(dtype);
+    const int64_t block = mci_mat_block(w);
     for (int i = 0; i < PAIRS; i++) {
         const int64_t ra = MCI_MIN(r + 2 * i, last), rb = MCI_MIN(ra + 1, last);
         const uint8_t *a = w->data + (ra * w->cols + k0) * size;
@@ -104,20 +111,20 @@ AVX512_INLINE void fill_tile(tile *m, const mci_mat *w, int64_t r, int64_t last,
             _mm512_store_ps(m->w[i][c / 8], v[0]);
             _mm512_store_ps(m->w[i][c / 8 + 1], v[1]);
         }
-        for (int64_t k = 0; k * MCI_BLOCK < n; k++)
-            _mm512_store_ps(m->scale[k][i],
-                            two_scalars(mci_mat_scale(w, ra, k0 / MCI_BLOCK + k),
-                                        mci_mat_scale(w, rb, k0 / MCI_BLOCK + k)));
+        for (int64_t k = 0; k * block < n; k++)
+            _mm512_store_ps(m->scale[k][i], two_scalars(mci_mat_scale(w, ra, k0 / block + k),
+                                                        mci_mat_scale(w, rb, k0 / block + k)));
     }
 }
 
-/* tot (nt, PAIRS, 16) += the tile's n columns times x, block by block; nt is a constant. */
-AVX512_INLINE void tile_times(const tile *m, int64_t n, const float *const *x, const int nt,
-                              float *tot) {
+/* tot (nt, PAIRS, 16) += the tile's n columns times x, block by block; block and nt are
+ * constants. */
+AVX512_INLINE void tile_times(const tile *m, int64_t n, const int block, const float *const *x,
+                              const int nt, float *tot) {
     const float *xp[TOKENS];
     for (int t = 0; t < nt; t++) xp[t] = x[t];
-    for (int64_t b = 0; b * MCI_BLOCK < n; b++) {
-        const int64_t c0 = b * MCI_BLOCK, end = MCI_MIN(n, c0 + MCI_BLOCK);
+    for (int64_t b = 0; b * block < n; b++) {
+        const int64_t c0 = b * block, end = MCI_MIN(n, c0 + block);
         __m512 acc[PAIRS][TOKENS];
         UNROLL for (int i = 0; i < PAIRS; i++)
             UNROLL for (int t = 0; t < nt; t++) acc[i][t] = _mm512_setzero_ps();
@@ -148,15 +155,15 @@ AVX512_INLINE void tile_times(const tile *m, int64_t n, const float *const *x, c
     }
 }
 
-#define TIMES(nt)                                                                                  \
-    AVX512 static __attribute__((noinline)) void times_##nt(                                       \
+#define TIMES(block, nt)                                                                           \
+    AVX512 static __attribute__((noinline)) void times_##block##_##nt(                             \
         const tile *m, int64_t n, const float *const *x, float *tot) {                             \
-        tile_times(m, n, x, nt, tot);                                                              \
+        tile_times(m, n, block, x, nt, tot);                                                       \
     }
-TIMES(1)
-TIMES(2)
-TIMES(3)
-TIMES(4)
+#define TIMES_OF(block) TIMES(block, 1) TIMES(block, 2) TIMES(block, 3) TIMES(block, 4)
+TIMES_OF(32)
+TIMES_OF(64)
+TIMES_OF(128)
 
 /* Fours, then threes and twos: one token alone leaves the fma units idle. */
 AVX512_INLINE int64_t next_tokens(int64_t left) {
@@ -165,8 +172,12 @@ AVX512_INLINE int64_t next_tokens(int64_t left) {
 
 AVX512_INLINE void many_tokens(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x,
                                int64_t n_tok, float *const *y, const int dtype) {
-    static void (*const times[])(const tile *, int64_t, const float *const *, float *) = {
-        times_1, times_2, times_3, times_4};
+    typedef void times_fn(const tile *, int64_t, const float *const *, float *);
+    static times_fn *const of_block[3][TOKENS] = {
+        {times_32_1, times_32_2, times_32_3, times_32_4},
+        {times_64_1, times_64_2, times_64_3, times_64_4},
+        {times_128_1, times_128_2, times_128_3, times_128_4}};
+    times_fn *const *times = of_block[mci_mat_block(w) / 64];
     const int64_t K = w->cols;
     _Alignas(64) float tot[MCI_TILE_TOK * PAIRS * 16];
     _Alignas(64) tile m;
@@ -202,6 +213,8 @@ AVX512 void mci_avx512_tile(const mci_mat *w, int64_t r0, int64_t r1, const floa
         many_tokens(w, r0, r1, x, n_tok, y, MC_BF16);
     else if (w->dtype == MC_F16)
         many_tokens(w, r0, r1, x, n_tok, y, MC_F16);
+    else if (w->dtype == I8)
+        many_tokens(w, r0, r1, x, n_tok, y, I8);
     else
         many_tokens(w, r0, r1, x, n_tok, y, F8);
 }

@@ -475,9 +475,7 @@ int mci_store_next(mc_store *s, mci_expert_view *out, int32_t max, bool wait, mc
     }
     while (s->next_wait < s->n_line && s->line[s->next_wait].state != WAITING) s->next_wait++;
     if (s->next_wait < s->n_line)
-        return mci_fail(err, MC_EINVAL, 0,
-                        "store: experts that were taken and not done hold every "
-                        "slab");
+        return mci_fail(err, MC_EINVAL, 0, "store: experts taken and not done hold every slab");
     return 0;
 }
 

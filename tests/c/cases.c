@@ -143,7 +143,8 @@ static mci_mat matrix(const kcase *c) {
                      .scale = scaled ? (const uint8_t *)c->buf[3] + SKEW : NULL,
                      .rows = c->n[0], .cols = c->n[1], .dtype = c->dtype, .scale_dtype = c->scale,
                      .block_rows = !scaled ? 0 : c->dtype == MC_F8E4M3 && c->block ? 128 : 1,
-                     .block_cols = c->block};
+                     .block_cols = c->block,
+                     .no_nan = c->dtype == MC_F8E4M3 && c->in != SPECIAL && !c->watch};
 }
 
 static void weights(kcase *c) {
@@ -405,7 +406,8 @@ static const kcase table[] = {
     ALL_FILLS(.op = &to_bf16, .n = {LEN}),
     ALL_FILLS(.op = &rope, .n = {LEN}), {.op = &rope, .n = {32}, .bench = 1},
     GEMM(MC_F32, 0, 0), GEMM(MC_BF16, 0, 0), GEMM(MC_F16, 0, 0),
-    GEMM(MC_F8E4M3, MC_F32, 128), GEMM(MC_F8E4M3, MC_BF16, 128), GEMM(MC_F8E4M3, MC_F8E8M0, 128),
+    GEMM(MC_F8E4M3, MC_F32, 128), PRODUCT(gemm, .dtype = MC_F8E4M3, .block = 128, .watch = 1),
+    GEMM(MC_F8E4M3, MC_BF16, 128), GEMM(MC_F8E4M3, MC_F8E8M0, 128),
     GEMM(MC_F8E4M3, MC_F32, 0), GEMM(MC_F8E4M3, MC_F8E8M0, 0),
     GEMM(MC_F4E2M1, MC_F8E8M0, 32),
     GEMM(MC_INT8, MC_F32, 0), GEMM(MC_INT8, MC_F16, 32), GEMM(MC_INT8, MC_F32, 64),

@@ -28,6 +28,7 @@ struct kcase {
     int64_t n[5];     /* sizes, named beside each op in cases.c */
     int dtype, scale; /* storage of weights or KV; of the weights' scales */
     int block;        /* columns that share a scale, 0: the whole row; of FP8 128 means 128x128 */
+    int watch;        /* FP8 whose bytes nobody searched for NaN codes */
     fill in;
     int64_t bench;    /* 0: not timed; else n[0] is multiplied by it when timed */
     /* made by setup */

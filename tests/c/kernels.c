@@ -130,7 +130,7 @@ static void check_set(const mci_ops *o) {
 }
 
 static int check(const char *set) {
-    static const char *const names[] = {"avx512", "avx2", "scalar"};
+    static const char *const names[] = {"avx512vnni", "avx512", "avx2", "scalar"};
     const mci_ops *o;
     if (set) {
         mc_error err = {0};
