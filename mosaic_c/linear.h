@@ -46,8 +46,8 @@ typedef struct mci_mlp {
     int64_t n;
 } mci_mlp;
 
-/* out = down(silu(gate x) * up x) of n <= MCI_MLPS at once: one parallel region for gate and up, one
- * for down. The row pointers of one follow those of the one before; act and up are scratch rows of
+/* out = down(silu(gate x) * up x) of n <= MCI_MLPS at once: one parallel region for gate and up,
+ * one for down. The row pointers of one follow those of the one before; act and up are scratch rows of
  * its width. */
 void mci_run_mlps(mc_engine *e, const mci_mlp *m, int n, const float *const *x, float *const *act,
                   float *const *up, float *const *out);

@@ -42,9 +42,9 @@ typedef struct mc_bench_row {
     double median_s, min_s;
     double bytes, flops;  /* of one case: read + written, 2 a multiply-add */
     double gbs, gflops;   /* by the median */
-    double read_gbs;      /* best plain read just before and after; 0: the case is no longer than caches */
+    double read_gbs;      /* best plain read just before and after; 0: not from memory */
     double of_read, of_fma; /* 0: does not apply */
-    double ratio;         /* yardsticks: our time over this row's, median of the rounds; 0 elsewhere */
+    double ratio;         /* yardsticks: our time over this one's, median of rounds; else 0 */
 } mc_bench_row;
 
 /* An engine of these threads and kernel set (NULL: the best), and the limits: a second or two. */
@@ -52,9 +52,9 @@ int mc_bench_create(int32_t threads, const char *isa, mc_bench **out, mc_error *
 void mc_bench_free(mc_bench *b);
 /* Borrowed until mc_bench_free. */
 const mc_bench_limits *mc_bench_limits_of(const mc_bench *b);
-/* How many cases there are to time; the name of one, as its row will have it. */
-int32_t mc_bench_cases(const mc_bench *b);
-int mc_bench_name(const mc_bench *b, int32_t i, char *name, int32_t size, mc_error *err);
+/* How many cases there are to time here; the name of one, as its row will have it. */
+int32_t mc_bench_cases(void);
+int mc_bench_name(int32_t i, char *name, int32_t size, mc_error *err);
 /* Times case i, a few seconds at most; fills rows, of which there is room for MC_BENCH_ROWS, and
  * returns how many. MC_ENOMEM: not enough memory. */
 int mc_bench_run(mc_bench *b, int32_t i, mc_bench_row *rows, mc_error *err);

@@ -1,5 +1,5 @@
-/* cases_moe.c - cases of what the MLP of a layer does beyond single kernels: the router's top-k, and
- * the experts of a group together, as moe.c runs them. */
+/* cases_moe.c - cases of what the MLP of a layer does beyond single kernels: the router's top-k,
+ * and the experts of a group together, as moe.c runs them. */
 #include "cases.h"
 
 #include "linear.h"
@@ -41,8 +41,8 @@ const kop case_topk = {"topk", setup_topk, run_topk, 1};
 
 /* ---- experts: layers, experts a layer, tokens an expert, hidden, width ----------------------- */
 
-/* One token means the same one for all experts: a decode step; otherwise each has its own. out:
- * (layers, experts, tokens, hidden). Layers one after the other, so that no weight is in a cache. */
+/* One token means the same one for all experts, a decode step; otherwise each has its own. out:
+ * (layers, experts, tokens, hidden). Layer after layer, so that no weight is still in a cache. */
 typedef struct moe_case {
     mci_mat gate, up, down; /* of all experts, one below the other */
     const float **x;        /* pointers to the rows of one layer */

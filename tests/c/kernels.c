@@ -66,7 +66,7 @@ static void check_case(kcase *c, void *arg) {
         case_free(c);
         return;
     }
-    if (c->flops > 1e9) { /* minutes for the scalar set under a sanitizer: smaller ones do as well */
+    if (c->flops > 1e9) { /* minutes under a sanitizer; smaller ones show the same */
         case_free(c);
         return;
     }
@@ -173,30 +173,37 @@ static void print_row(const mc_bench_row *r, bool csv) {
     fflush(stdout);
 }
 
+/* The next timed case from i on whose name holds `only`, or -1. */
+static int32_t next_case(int32_t i, const char *only) {
+    char name[128];
+    for (; mc_bench_name(i, name, sizeof name, NULL) == MC_OK; i++)
+        if (strstr(name, only)) return i;
+    return -1;
+}
+
 static int bench(int threads, const char *only, const char *isa, bool csv) {
     mc_bench *b;
     mc_error err;
-    int rc = mc_bench_create(threads, isa, &b, &err), done = 0;
-    if (rc == MC_OK) {
-        const mc_bench_limits *l = mc_bench_limits_of(b);
-        if (csv)
-            printf("name,median_s,min_s,bytes,flops,gbs,gflops,read_gbs,of_read,of_fma,limit,ratio\n");
-        else
-            printf("kernels %s, %d threads; read %.1f GB/s (%s), fma %.0f GFLOP/s; medians of %d\n",
-                   l->isa, l->threads, l->read_gbs, l->read[0].name, l->fma_gflops, MC_BENCH_RUNS);
-        for (int32_t i = 0; i < mc_bench_cases(b) && rc >= 0; i++) {
-            mc_bench_row rows[MC_BENCH_ROWS];
-            char name[sizeof rows->name];
-            rc = mc_bench_name(b, i, name, sizeof name, &err);
-            if (rc < 0 || !strstr(name, only)) continue;
-            rc = mc_bench_run(b, i, rows, &err);
-            for (int k = 0; k < rc; k++, done++) print_row(&rows[k], csv);
-        }
-        mc_bench_free(b);
+    if (next_case(0, only) < 0) {
+        fprintf(stderr, "kernels: no timed case has \"%s\" in its name\n", only);
+        return 1;
     }
+    int rc = mc_bench_create(threads, isa, &b, &err);
+    if (rc == MC_OK && csv) {
+        printf("name,median_s,min_s,bytes,flops,gbs,gflops,read_gbs,of_read,of_fma,limit,ratio\n");
+    } else if (rc == MC_OK) {
+        const mc_bench_limits *l = mc_bench_limits_of(b);
+        printf("kernels %s, %d threads; read %.1f GB/s (%s), fma %.0f GFLOP/s; medians of %d\n",
+               l->isa, l->threads, l->read_gbs, l->read[0].name, l->fma_gflops, MC_BENCH_RUNS);
+    }
+    for (int32_t i = -1; rc >= 0 && (i = next_case(i + 1, only)) >= 0;) {
+        mc_bench_row rows[MC_BENCH_ROWS];
+        rc = mc_bench_run(b, i, rows, &err);
+        for (int k = 0; k < rc; k++) print_row(&rows[k], csv);
+    }
+    mc_bench_free(b);
     if (rc < 0) fprintf(stderr, "kernels: %s\n", err.message);
-    if (rc >= 0 && !done) fprintf(stderr, "kernels: no timed case has \"%s\" in its name\n", only);
-    return rc < 0 || !done;
+    return rc < 0;
 }
 
 int main(int argc, char **argv) {

@@ -1,5 +1,5 @@
-/* peaks.h - what this machine can do at most: reading memory in several ways, multiplying and adding
- * in registers. */
+/* peaks.h - what this machine can do at most: reading memory in several ways, multiplying and
+ * adding in registers. */
 #ifndef PEAKS_H
 #define PEAKS_H
 #include "pool.h"

@@ -6,9 +6,9 @@
 
 #define AVX2 __attribute__((target("avx2,fma")))
 #define AVX2_INLINE static inline __attribute__((always_inline, target("avx2,fma")))
-#define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
-#define AVX512_INLINE                                                                              \
-    static inline __attribute__((always_inline, target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
+#define TARGET512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"
+#define AVX512 __attribute__((target(TARGET512)))
+#define AVX512_INLINE static inline __attribute__((always_inline, target(TARGET512)))
 
 AVX2_INLINE float sum8(__m256 v) {
     __m128 a = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
@@ -18,8 +18,8 @@ AVX2_INLINE float sum8(__m256 v) {
 
 /* ---- plain ----------------------------------------------------------------------------------- */
 
-/* Sign and the other bits where an f32 has them, then times 2^120: right also for subnormals. (By an
- * fma: a multiplication of subnormal f32 is slow on some CPUs.) */
+/* Sign and the other bits where an f32 has them, then times 2^120: right also for subnormals. (By
+ * an fma: a multiplication of subnormal f32 is slow on some CPUs.) */
 AVX2_INLINE __m256 decode8(const uint8_t *p) {
     __m256i b = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p));
     b = _mm256_and_si256(_mm256_slli_epi32(b, 20), _mm256_set1_epi32((int)0x87f00000u));
@@ -52,7 +52,7 @@ AVX2 void yard_plain_avx2(const mci_mat *w, int64_t r0, int64_t r1, const float 
  *   low       the same of the lane's bytes 2 and 0, moved up by 8 first
  *
  * masked with 0x87f00000 the upper half of such a word is an f32 worth 2^-120 of the weight, and so
- * is its lower half after another shift: 9 instructions for 4 vectors, where widening the bytes takes
+ * is its lower half after another shift: 9 instructions for 4 vectors, where widening bytes takes
  * 12. x lies in the order of the lanes, multiplied by 2^120 and by the scale of its block, anew for
  * every 128 rows: the inner loop knows no blocks. */
 enum { FAST_ROWS = 4, AHEAD = 2048 };
