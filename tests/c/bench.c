@@ -198,7 +198,7 @@ done:
 /* ---- the yardstick --------------------------------------------------------------------------- */
 
 /* FP8 matrix times vector on one thread, by our kernel and by two others in turns: 8 matrices of
- * 1 MiB one after the other, which the last-level cache keeps and an L2 of less than 8 MiB does not. */
+ * 1 MiB one after the other, which the last-level cache keeps and an L2 below 8 MiB does not. */
 enum { YARD_ROWS = 512, YARD_K = 2048, YARD_MATS = 8, YARD_PASSES = 4 };
 static const char *const yard_names[] = {"yardstick F8_E4M3/BF16 512x2048 from L3, ours",
                                          "yardstick plain AVX2",

@@ -11,7 +11,7 @@ typedef void yard_fn(const mci_mat *w, int64_t r0, int64_t r1, const float *x, f
 
 /* Row by row, two accumulators, arithmetic decode, horizontal add. */
 yard_fn yard_plain_avx2;
-/* The fastest we know with sums in any order. It may fold the scale into x, so |x * scale| must stay
- * below 128. */
+/* The fastest we know with sums in any order. They fold the scale into x, so |x * scale| must
+ * stay below 128. */
 yard_fn yard_fast_avx2, yard_fast_avx512;
 #endif
