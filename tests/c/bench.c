@@ -17,7 +17,7 @@ enum {
     FROM_MEMORY = 64 << 20, /* a run that moves more is measured by plain reads */
     AROUND = 2,             /* ways of reading tried again around a case */
 };
-static const double RUN_S = 0.25;    /* of the FMA peak: more work than that is cut */
+static const double RUN_S = 0.5;     /* a longer run is of fewer cases: Ctrl-C must not wait */
 static const double REPEAT_S = 1e-3; /* shorter cases are repeated to last so long */
 
 struct mc_bench {
@@ -146,15 +146,28 @@ static double run_case(mc_engine *e, const kcase *c, void *out, int64_t repeat) 
     return (mci_now() - start) / (double)repeat;
 }
 
-/* How many cases side by side: as the table says, but no more than RUN_S of work. 0: no memory. */
+/* Inputs of so many cases and room for their results; NULL: no memory. case_free either way. */
+static void *ready(kcase *c, int64_t times, uint8_t **base) {
+    *base = NULL;
+    if (times && case_setup(c, times))
+        *base = aligned_alloc(64, (size_t)mci_round_up(c->out_bytes + 4, 64));
+    if (!*base) return NULL;
+    memset(*base, 0, (size_t)c->out_bytes + 4);
+    if (c->init) memcpy(*base + 4, c->init, (size_t)c->out_bytes);
+    return *base + 4; /* as the inputs: one float off alignment */
+}
+
+/* How many cases side by side: as the table says, but no more than take RUN_S. 0: no memory. */
 static int64_t times_of(const mc_bench *b, kcase c) {
-    const double peak = b->limits.fma_gflops > 0 && b->e->ops != &mci_ops_ref
-                            ? b->limits.fma_gflops * 1e9
-                            : 2e9 * b->limits.threads;
-    int64_t times = c.bench;
-    if (!case_setup(&c, 1)) times = 0;
-    if (c.flops * (double)times > peak * RUN_S)
-        times = MCI_MAX((int64_t)(peak * RUN_S / c.flops), 1);
+    uint8_t *base;
+    void *out = ready(&c, 1, &base);
+    int64_t times = 0;
+    if (out) {
+        run_case(b->e, &c, out, 1);
+        const double most = RUN_S / MCI_MAX(run_case(b->e, &c, out, 1), 1e-9);
+        times = most < (double)c.bench ? MCI_MAX((int64_t)most, 1) : c.bench;
+    }
+    free(base);
     case_free(&c);
     return times;
 }
@@ -167,17 +180,13 @@ static double read_around(mc_bench *b) {
 
 static int time_case(mc_bench *b, kcase *c, mc_bench_row *r, mc_error *err) {
     const int64_t times = times_of(b, *c);
-    uint8_t *out = NULL;
+    uint8_t *base;
+    void *at = ready(c, times, &base);
     int rc = MC_OK;
-    if (times && case_setup(c, times))
-        out = aligned_alloc(64, (size_t)mci_round_up(c->out_bytes + 4, 64));
-    if (!out) {
+    if (!at) {
         rc = mci_fail(err, MC_ENOMEM, ENOMEM, "%s: not enough memory for its data", r->name);
         goto done;
     }
-    void *at = out + 4; /* as the inputs: one float off alignment */
-    memset(at, 0, (size_t)c->out_bytes);
-    if (c->init) memcpy(at, c->init, (size_t)c->out_bytes);
     const bool from_memory = c->bytes > FROM_MEMORY;
     if (from_memory) r->read_gbs = read_around(b);
     const double once = run_case(b->e, c, at, 1);
@@ -190,7 +199,7 @@ static int time_case(mc_bench *b, kcase *c, mc_bench_row *r, mc_error *err) {
     r->flops = c->flops / (double)times;
     finish(b, r);
 done:
-    free(out);
+    free(base);
     case_free(c);
     return rc;
 }

@@ -36,7 +36,7 @@ enum { MC_BENCH_NO_LIMIT = 0, MC_BENCH_READ = 1, MC_BENCH_FMA = 2 };
 
 typedef struct mc_bench_row {
     char name[112];
-    int32_t times;        /* cases side by side in a run, so that the weights come from memory */
+    int32_t times;        /* cases side by side in a run, for weights from memory; fewer if slow */
     int32_t limit;        /* which limit is nearer, MC_BENCH_... */
     double s[MC_BENCH_RUNS]; /* seconds of one case (a run over times), in the order measured */
     double median_s, min_s;
