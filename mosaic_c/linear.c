@@ -145,6 +145,19 @@ void mci_run_jobs(mc_engine *e, const mci_job *jobs, int n) {
     mci_pool_run(e->pool, jobs_chunk, &c, chunks);
 }
 
+void mci_run_mlps(mc_engine *e, const mci_mlp *m, int n, const float *const *x, float *const *act,
+                  float *const *up, float *const *out) {
+    mci_job first[MCI_MLPS], second[MCI_MLPS];
+    for (int i = 0; i < n; x += m[i].n, act += m[i].n, up += m[i].n, out += m[i].n, i++) {
+        first[i] = (mci_job){
+            .w = m[i].gate, .up = m[i].up, .n_tok = m[i].n, .x = x, .y = act, .yu = up};
+        second[i] = (mci_job){
+            .w = m[i].down, .n_tok = m[i].n, .x = (const float *const *)act, .y = out};
+    }
+    mci_run_jobs(e, first, n);
+    mci_run_jobs(e, second, n);
+}
+
 typedef struct rows_ctx {
     const mci_ops *ops;
     const float *x, *w;

@@ -38,6 +38,20 @@ typedef struct mci_job {
 /* Runs all jobs as one parallel region; chunks are blocks of rows. */
 void mci_run_jobs(mc_engine *e, const mci_job *jobs, int n);
 
+enum { MCI_MLPS = 65 }; /* that run together: experts of a group and the shared one */
+
+/* A gated MLP and how many rows pass through it. */
+typedef struct mci_mlp {
+    const mci_mat *gate, *up, *down;
+    int64_t n;
+} mci_mlp;
+
+/* out = down(silu(gate x) * up x) of n <= MCI_MLPS at once: one parallel region for gate and up,
+ * one for down. The row pointers of one follow those of the one before; act and up are scratch rows of
+ * its width. */
+void mci_run_mlps(mc_engine *e, const mci_mlp *m, int n, const float *const *x, float *const *act,
+                  float *const *up, float *const *out);
+
 /* y = norm(x) and x = x + (rows + bias), row by row in parallel: (n, width) each; bias may be NULL. */
 void mci_norm_rows(mc_engine *e, const float *x, const float *w, float eps, int64_t n,
                    int64_t width, float *y);

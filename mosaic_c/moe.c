@@ -11,7 +11,7 @@
 #include "session.h"
 #include "store.h"
 
-#define GROUP 64 /* experts computed as one pair of parallel regions */
+#define GROUP (MCI_MLPS - 1) /* experts computed as one pair of parallel regions */
 
 struct mc_moe {
     mc_engine *e;
@@ -185,30 +185,22 @@ static void gather(moe_ctx *c) {
     c->start[0] = 0;
 }
 
-/* One expert of a group: its matrices and the rows of `out` it fills. */
+/* One expert of a group and the rows of `out` it fills. */
 typedef struct item {
-    const mci_mat *gate, *up, *down;
+    mci_mlp mlp;
     const int32_t *rows; /* pair numbers; NULL: the shared expert, all tokens */
-    int64_t n, width;
+    int64_t width;
 } item;
 
-/* down(silu(gate x) * up x) of all items: one parallel region for gate and up, one for down. */
 static void run_group(moe_ctx *c, const item *items, int n) {
     const mc_moe_desc *d = &c->m->d;
-    mci_job first[GROUP + 1], second[GROUP + 1];
+    mci_mlp mlps[GROUP + 1];
     float *act = c->act, *up = c->up;
     int64_t r = 0, k = d->top_k, H = d->hidden;
     for (int i = 0; i < n; i++) {
         const item *it = &items[i];
-        first[i] = (mci_job){.w = it->gate,
-                             .up = it->up,
-                             .n_tok = it->n,
-                             .x = c->xp + r,
-                             .y = c->ap + r,
-                             .yu = c->upp + r};
-        second[i] = (mci_job){
-            .w = it->down, .n_tok = it->n, .x = (const float *const *)(c->ap + r), .y = c->op + r};
-        for (int64_t j = 0; j < it->n; j++, r++, act += it->width, up += it->width) {
+        mlps[i] = it->mlp;
+        for (int64_t j = 0; j < it->mlp.n; j++, r++, act += it->width, up += it->width) {
             int64_t row = it->rows ? it->rows[j] : c->n_tok * k + j;
             c->xp[r] = c->h + (it->rows ? row / k : j) * H;
             c->ap[r] = act;
@@ -216,8 +208,7 @@ static void run_group(moe_ctx *c, const item *items, int n) {
             c->op[r] = c->out + row * H;
         }
     }
-    mci_run_jobs(c->m->e, first, n);
-    mci_run_jobs(c->m->e, second, n);
+    mci_run_mlps(c->m->e, mlps, n, c->xp, c->ap, c->upp, c->op);
 }
 
 /* Computes the shared expert and every expert of the line, in whatever order they become ready. The
@@ -230,8 +221,8 @@ static int run_experts(moe_ctx *c, mc_error *err) {
     int n = 0, got = 0, done = 0, rc;
     int64_t room = act_floats(d);
     if (d->shared_width) {
-        items[n++] =
-            (item){&m->gate.mat, &m->up.mat, &m->down.mat, NULL, c->n_tok, d->shared_width};
+        items[n++] = (item){
+            {&m->gate.mat, &m->up.mat, &m->down.mat, c->n_tok}, NULL, d->shared_width};
         room -= c->n_tok * d->shared_width;
     }
     do {
@@ -247,8 +238,8 @@ static int run_experts(moe_ctx *c, mc_error *err) {
             int64_t rows = c->start[i + 1] - c->start[i];
             if (n && rows * d->width > room) break;
             room -= rows * d->width;
-            items[n++] = (item){&view[done].gate,       &view[done].up, &view[done].down,
-                                c->pairs + c->start[i], rows,           d->width};
+            items[n++] = (item){{&view[done].gate, &view[done].up, &view[done].down, rows},
+                                c->pairs + c->start[i], d->width};
         }
         if (!n) return MC_OK;
         run_group(c, items, n);

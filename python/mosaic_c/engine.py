@@ -37,9 +37,7 @@ def check(rc: int, err: Any) -> int:
         return rc
     name = ffi.string(lib.mc_status_name(rc)).decode()
     message = ffi.string(err.message).decode("utf-8", "replace")
-    raise MosaicError(
-        message or ffi.string(lib.mc_status_text(rc)).decode(), name.removeprefix("MC_")
-    )
+    raise MosaicError(message or _text(lib.mc_status_text(rc)), name.removeprefix("MC_"))
 
 
 def _call(function: Any, *args: Any) -> int:
@@ -76,6 +74,10 @@ def _ints(array: np.ndarray, kind: str = "int32_t") -> Any:
     if f"{array.dtype}_t" != kind or not array.flags.c_contiguous:
         raise ValueError(f"expected contiguous {kind}, got {array.dtype}")
     return ffi.cast(f"{kind} *", ffi.from_buffer(array))
+
+
+def _text(c: Any) -> str:
+    return ffi.string(c).decode()
 
 
 def _path(path: str) -> bytes:
@@ -333,6 +335,47 @@ class Moe(Handle):
         """x (n_tok, hidden) += moe(norm(x)); routed (n_tok, top_k) int32 receives the expert ids."""
         ids = ffi.NULL if routed is None else _ints(routed)
         _call(lib.mc_moe_forward, self, step, _floats(x), ids)
+
+
+class Bench(Handle):
+    """The kernel benchmark (tests/c/bench.h): creating it measures the limits, a second or two."""
+
+    MIB = lib.MC_BENCH_MIB
+    LIMITS = (None, "read", "fma")
+
+    def __init__(self, threads: int, isa: str | None) -> None:
+        name = ffi.NULL if isa is None else ffi.new("char[]", isa.encode())
+        self._own = _create(lib.mc_bench_create, lib.mc_bench_free, "mc_bench", threads, name)
+
+    def limits(self) -> dict[str, Any]:
+        own = self.pin()
+        c = lib.mc_bench_limits_of(own[0])
+        reads = [{"name": _text(r.name), "gbs": r.gbs} for r in c.read[0 : c.n_read]]
+        names = ("threads", "read_bytes", "read_gbs", "fma_gflops")
+        return {"isa": _text(c.isa)} | {n: getattr(c, n) for n in names} | {"reads": reads}
+
+    @staticmethod
+    def names() -> list[str]:
+        """Of the cases, by their numbers."""
+        out, names = ffi.new("char[128]"), []
+        for i in range(lib.mc_bench_cases()):
+            _call(lib.mc_bench_name, i, out, len(out))
+            names.append(_text(out))
+        return names
+
+    def run(self, i: int) -> list[dict[str, Any]]:
+        """Case i, timed: rows with the fields of mc_bench_row."""
+        rows = ffi.new("mc_bench_row[]", lib.MC_BENCH_ROWS)
+        names = (
+            "times", "median_s", "min_s", "bytes", "flops", "gbs", "gflops", "read_gbs", "of_read",
+            "of_fma", "ratio",
+        )  # fmt: skip
+        return [
+            {"name": _text(r.name)}
+            | {name: getattr(r, name) for name in names}
+            | {"limit": self.LIMITS[r.limit], "s": list(r.s)}
+            for r in rows[0 : _call(lib.mc_bench_run, self, i, rows)]
+        ]
 
 
 # ---- pure functions ----

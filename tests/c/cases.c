@@ -5,8 +5,9 @@
 #include "cases.h"
 
 #include <math.h>
-
-#include "test.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
 
 /* ---- inputs ---------------------------------------------------------------------------------- */
 
@@ -35,14 +36,24 @@ static float value(rng *r, fill f, int64_t n) {
     return rng_unit(r);
 }
 
+void *case_alloc(kcase *c, int slot, int64_t bytes) {
+    const bool large = bytes >= 2 << 20;
+    const size_t align = large ? 2 << 20 : 64, size = ((size_t)bytes + align) / align * align;
+    void *p = c->buf[slot] = aligned_alloc(align, size);
+    if (!p) c->failed = true;
+    if (p && large) madvise(p, size, MADV_HUGEPAGE);
+    return p;
+}
+
 /* n floats, one float off alignment; slot keeps it for case_free. */
 static float *floats(kcase *c, int slot, int64_t n, fill f) {
     rng r = seeded(c, (uint64_t)slot + 1);
-    float *p = test_alloc((size_t)(n + 2) * 4);
-    c->buf[slot] = p;
-    for (int64_t i = 0; i < n; i++) p[i + 1] = value(&r, f, n);
-    return p + 1;
+    float *p = case_alloc(c, slot, (n + 2) * 4);
+    for (int64_t i = 0; p && i < n; i++) p[i + 1] = value(&r, f, n);
+    return p ? p + 1 : NULL;
 }
+
+float *case_floats(kcase *c, int slot, int64_t n, fill f) { return floats(c, slot, n, f); }
 
 static float *in(const kcase *c, int slot) { return (float *)c->buf[slot] + 1; }
 
@@ -150,9 +161,9 @@ static mci_mat matrix(const kcase *c) {
 static void weights(kcase *c) {
     const int64_t bytes = c->n[0] * mci_row_bytes(c->dtype, c->n[1]);
     const int size = mci_dtype_get(c->dtype)->bits / 8;
-    uint8_t *w = test_alloc((size_t)(bytes + SKEW));
+    uint8_t *w = case_alloc(c, 2, bytes + SKEW);
     rng r = seeded(c, 77);
-    c->buf[2] = w;
+    if (!w) return;
     w += SKEW;
     for (int64_t i = 0; i < bytes; i += MCI_MAX(size, 1)) {
         if (c->dtype == MC_F8E4M3) {
@@ -174,9 +185,9 @@ static void scales(kcase *c) {
     const mci_mat m = matrix(c);
     const int64_t n = (m.rows + m.block_rows - 1) / m.block_rows * mci_mat_scales(&m);
     const int size = mci_dtype_get(c->scale)->bits / 8;
-    uint8_t *s = test_alloc((size_t)(n * size + SKEW));
+    uint8_t *s = case_alloc(c, 3, n * size + SKEW);
     rng r = seeded(c, 78);
-    c->buf[3] = s;
+    if (!s) return;
     s += SKEW;
     for (int64_t i = 0; i < n; i++, s += size) {
         float v = c->in == UNIT ? 0.001f + 0.001f * rng_unit(&r) : value(&r, c->in, 8);
@@ -193,6 +204,12 @@ static void scales(kcase *c) {
     }
 }
 
+mci_mat case_weights(kcase *c) {
+    weights(c);
+    if (mci_dtype_get(c->dtype)->scale_types) scales(c);
+    return matrix(c);
+}
+
 /* Rows of y are SKEW floats longer than they need be. */
 static void setup_product(kcase *c, double act_bytes) {
     const double rows = (double)c->n[0], cols = (double)c->n[1], T = (double)c->n[2];
@@ -200,9 +217,7 @@ static void setup_product(kcase *c, double act_bytes) {
     int64_t share = MCI_MAX((128 << 10) / row, 16);
     if (c->n[2] > 3) share = MCI_MAX(share, 32);
     floats(c, 0, c->n[2] * c->n[1], c->in);
-    weights(c);
-    if (mci_dtype_get(c->dtype)->scale_types) scales(c);
-    const mci_mat m = matrix(c);
+    const mci_mat m = case_weights(c);
     double all = rows * (double)row;
     if (m.scale)
         all += rows / m.block_rows * (double)mci_mat_scales(&m) * mci_dtype_get(c->scale)->bits / 8;
@@ -232,9 +247,8 @@ static int64_t group_of(const kcase *c) { return c->block ? c->block : c->n[1]; 
 static void setup_qgemm(kcase *c) {
     const int64_t bytes = mci_qact_bytes(c->n[1], group_of(c));
     setup_product(c, 1);
-    c->buf[4] = test_alloc((size_t)(c->n[2] * (bytes + (int64_t)sizeof(mci_qact))));
-    mci_qact *q = c->buf[4];
-    for (int64_t t = 0; t < c->n[2]; t++)
+    mci_qact *q = case_alloc(c, 4, c->n[2] * (bytes + (int64_t)sizeof(mci_qact)));
+    for (int64_t t = 0; !c->failed && t < c->n[2]; t++)
         q[t] = mci_qact_fill(&mci_ops_ref, in(c, 0) + t * c->n[1], c->n[1], group_of(c),
                              (uint8_t *)(q + c->n[2]) + t * bytes);
 }
@@ -273,15 +287,14 @@ static void setup_attn(kcase *c) {
     floats(c, 0, heads * G * D, c->in);
     for (int s = 1; s <= 2; s++) {
         const float *v = floats(c, s, heads * pages * P * D, c->in);
-        if (c->dtype == MC_BF16) {
-            uint8_t *h = test_alloc((size_t)(heads * pages * P * D * 2 + 4));
-            for (int64_t i = 0; i < heads * pages * P * D; i++) {
-                uint16_t b = mci_f32_to_bf16(v[i]);
-                memcpy(h + 4 + 2 * i, &b, 2);
-            }
-            free(c->buf[s]);
-            c->buf[s] = h;
+        if (c->dtype != MC_BF16 || !v) continue;
+        void *wide = c->buf[s];
+        uint8_t *h = case_alloc(c, s, heads * pages * P * D * 2 + 4);
+        for (int64_t i = 0; h && i < heads * pages * P * D; i++) {
+            uint16_t b = mci_f32_to_bf16(v[i]);
+            memcpy(h + 4 + 2 * i, &b, 2);
         }
+        free(wide);
     }
     floats(c, 3, heads * G * N, UNIT); /* scratch */
     c->out_bytes = heads * G * D * 4;
@@ -389,6 +402,10 @@ static const int64_t lengths[] = {1,  2,  3,  7,   8,   9,   15,  16,   17,  31,
 #define TIMED_GEMV(kernel, dt, sc, bl, times)                                                      \
     TIMED(kernel, dt, sc, bl, 2048, 512, 1, times), TIMED(kernel, dt, sc, bl, 512, 2048, 1, times),\
     TIMED(kernel, dt, sc, bl, 128, 7168, 1, times)
+/* layers, experts a layer, tokens an expert, hidden, width */
+#define EXPERTS(layers, experts, tok, hidden, width, times)                                        \
+    {.op = &case_experts, .dtype = MC_F8E4M3, .scale = MC_BF16, .block = 128,                      \
+     .n = {layers, experts, tok, hidden, width}, .bench = times}
 
 static const kcase table[] = {
     ALL_FILLS(.op = &vexp, .n = {LEN}), {.op = &vexp, .n = {4096}, .bench = 1},
@@ -425,16 +442,21 @@ static const kcase table[] = {
     TIMED(gemm, MC_F8E4M3, MC_BF16, 128, 512, 2048, 2, 256),
     TIMED(gemm, MC_F8E4M3, MC_BF16, 128, 512, 2048, 3, 256),
     TIMED(gemm, MC_F8E4M3, MC_BF16, 128, 512, 2048, 4, 256),
-    TIMED(gemm, MC_F8E4M3, MC_BF16, 128, 512, 2048, 8, 128),
-    TIMED(gemm, MC_F8E4M3, MC_BF16, 128, 512, 2048, 32, 32),
-    TIMED(gemm, MC_F8E4M3, MC_BF16, 128, 512, 2048, 128, 8),
-    TIMED(gemm, MC_F8E4M3, MC_BF16, 128, 2048, 512, 128, 8),
-    TIMED(gemm, MC_BF16, 0, 0, 512, 2048, 128, 8),
-    TIMED(gemm, MC_INT8, MC_F32, 0, 512, 2048, 128, 8),
-    TIMED(gemm, MC_F4E2M1, MC_F8E8M0, 32, 512, 2048, 128, 8),
+    TIMED(gemm, MC_F8E4M3, MC_BF16, 128, 512, 2048, 8, 256),
+    TIMED(gemm, MC_F8E4M3, MC_BF16, 128, 512, 2048, 32, 256),
+    TIMED(gemm, MC_F8E4M3, MC_BF16, 128, 512, 2048, 128, 128),
+    TIMED(gemm, MC_F8E4M3, MC_BF16, 128, 2048, 512, 128, 128),
+    TIMED(gemm, MC_BF16, 0, 0, 512, 2048, 128, 64),
+    TIMED(gemm, MC_INT8, MC_F32, 0, 512, 2048, 128, 128),
+    TIMED(gemm, MC_F4E2M1, MC_F8E8M0, 32, 512, 2048, 128, 256),
     TIMED(qgemm, MC_INT4, MC_F32, 64, 512, 2048, 4, 256),
-    TIMED(qgemm, MC_INT4, MC_F32, 64, 512, 2048, 32, 32),
+    TIMED(qgemm, MC_INT4, MC_F32, 64, 512, 2048, 32, 256),
     {.op = &quantise, .dtype = MC_INT4, .block = 64, .n = {1, 2048}, .bench = 1},
+    ALL_FILLS(.op = &case_topk, .n = {LEN, 8, 3}),
+    {.op = &case_topk, .n = {256, 8, 1}, .bench = 1},
+    EXPERTS(2, 3, 1, 256, 128, 0), EXPERTS(1, 3, 5, 128, 256, 0),
+    EXPERTS(1, 8, 1, 2048, 512, 16), EXPERTS(1, 8, 8, 2048, 512, 16),
+    EXPERTS(1, 64, 8, 2048, 512, 2),
     ALL_FILLS(.op = &attn, .dtype = MC_F32, .n = {1, 3, LEN, 5, 2}),
     ALL_FILLS(.op = &attn, .dtype = MC_BF16, .n = {1, 3, LEN, 5, 2}),
     ALL_FILLS(.op = &attn, .dtype = MC_F32, .n = {2, 4, 24, LEN, 64}),
@@ -470,9 +492,10 @@ void cases_each(void (*fn)(kcase *c, void *arg), void *arg) {
     }
 }
 
-void case_setup(kcase *c, bool timed) {
-    if (timed) c->n[0] *= c->bench;
+bool case_setup(kcase *c, int64_t times) {
+    c->n[0] *= times;
     c->op->setup(c);
+    return !c->failed;
 }
 
 void case_free(kcase *c) {
@@ -483,12 +506,13 @@ void case_free(kcase *c) {
 void case_name(const kcase *c, char *out, size_t size) {
     static const char *const fills[] = {"unit", "wide", "tiny", "special"};
     int n = snprintf(out, size, "%s", c->op->name);
-    if (c->op == &attn || c->op == &gemm || c->op == &qgemm || c->op == &quantise)
+    const bool product = c->op == &gemm || c->op == &qgemm || c->op == &case_experts;
+    if (product || c->op == &attn || c->op == &quantise)
         n += snprintf(out + n, size - (size_t)n, " %s", mci_dtype_get(c->dtype)->name);
-    if ((c->op == &gemm || c->op == &qgemm) && mci_dtype_get(c->dtype)->scale_types)
+    if (product && mci_dtype_get(c->dtype)->scale_types)
         n += snprintf(out + n, size - (size_t)n, "/%s", mci_dtype_get(c->scale)->name);
     if (c->block && c->dtype != MC_F8E4M3) n += snprintf(out + n, size - (size_t)n, " g%d", c->block);
-    if (!c->block && (c->op == &gemm || c->op == &qgemm) && mci_dtype_get(c->dtype)->scale_types)
+    if (!c->block && product && mci_dtype_get(c->dtype)->scale_types)
         n += snprintf(out + n, size - (size_t)n, " row");
     for (int i = 0; i < 5 && (i == 0 || c->n[i]); i++)
         n += snprintf(out + n, size - (size_t)n, "%s%lld", i ? "x" : " ", (long long)c->n[i]);

@@ -1,25 +1,19 @@
 /* kernels.c - the case table in three modes.
  *
- *   kernels check [set]      every kernel set this CPU runs, or the one named, bit for bit against
- *                            ops_ref
- *   kernels sums             CRC-32C of what ops_ref computes, one line a case: the same list on
- *                            every machine
- *   kernels bench [threads [word [set]]]   speed of the best set, or of the set named, beside plain
- *                            reads and FMA peak (of that set's registers) of the same run; only the
- *                            cases whose name holds the word
+ *   kernels check [set]          every kernel set this CPU runs, or the one named, bit for bit
+ *                                against ops_ref
+ *   kernels sums                 CRC-32C of what ops_ref computes, one line a case: the same list on
+ *                                every machine
+ *   kernels bench [threads [word [set [csv]]]]   bench.c's figures as a table or CSV: of the best
+ *                                kernel set or the one named; only cases whose name holds the word
  *
  * Any NaN equals any NaN; everything else, zeros' signs included, must match. */
-#include "cases.h"
-#include "cpu.h"
-#include "crc.h"
-#include "pool.h"
-#include "test.h"
-
 #include <sched.h>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "bench.h"
+#include "cases.h"
+#include "crc.h"
+#include "test.h"
 
 /* ---- check ----------------------------------------------------------------------------------- */
 
@@ -56,16 +50,35 @@ static int64_t differs(const uint8_t *a, const uint8_t *b, int64_t bytes, int si
     return -1;
 }
 
+typedef struct engines {
+    mc_engine *ref, *e; /* of ops_ref; of the kernel set under test */
+} engines;
+
+static void call(mc_engine *e, const kcase *c, void *out, int64_t part, int64_t parts) {
+    if (c->whole)
+        c->whole(e, c, out);
+    else
+        c->op->run(e->ops, c, out, part, parts);
+}
+
 static void check_case(kcase *c, void *arg) {
-    const mci_ops *o = arg;
+    const engines *g = arg;
+    const mci_ops *o = g->e->ops;
     char name[128];
     uint8_t *ref_base, *base;
-    case_setup(c, false);
+    if (!case_setup(c, 1)) {
+        CHECK(false, "out of memory");
+        case_free(c);
+        return;
+    }
+    if (c->flops > 1e9) { /* minutes under a sanitizer; smaller ones show the same */
+        case_free(c);
+        return;
+    }
     case_name(c, name, sizeof name);
     uint8_t *ref = guarded(c, &ref_base), *out = guarded(c, &base);
-    c->op->run(&mci_ops_ref, c, ref, 0, 1);
-    for (int64_t i = 0, parts = MCI_MIN(c->parts, 3); i < parts; i++)
-        c->op->run(o, c, out, i, parts);
+    call(g->ref, c, ref, 0, 1);
+    for (int64_t i = 0, parts = MCI_MIN(c->parts, 3); i < parts; i++) call(g->e, c, out, i, parts);
     const int size = c->op->word;
     int64_t at = differs(ref, out, c->out_bytes, size);
     CHECK(at < 0, "%s %s: value %lld is %08x, should be %08x", o->name, name, (long long)at,
@@ -122,201 +135,122 @@ static void check_negative_zero(const mci_ops *o) {
     }
 }
 
-static void check_set(const mci_ops *o) {
-    check_codes(o);
-    check_negative_zero(o);
-    cases_each(check_case, (void *)(uintptr_t)o);
-    printf("kernels: %s checked\n", o->name);
-}
-
 static int check(const char *set) {
     static const char *const names[] = {"avx512vnni", "avx512", "avx2", "scalar"};
-    const mci_ops *o;
-    if (set) {
+    const mc_engine_opts slow = {.threads = 1, .isa = "scalar"};
+    mc_engine *ref;
+    CHECK(mc_engine_create(&slow, &ref, NULL) == MC_OK, "no scalar engine");
+    if (!ref) return test_end();
+    for (size_t i = 0; i < (set ? 1 : sizeof names / sizeof *names); i++) {
+        engines g = {.ref = ref};
+        const mc_engine_opts opts = {.threads = 1, .isa = set ? set : names[i]};
         mc_error err = {0};
-        CHECK(mci_ops_get(set, &o, &err) == MC_OK, "%s", err.message);
-        if (o) check_set(o);
+        if (mc_engine_create(&opts, &g.e, &err) < 0) {
+            CHECK(!set, "%s", err.message);
+            if (!set) printf("kernels: %s cannot run here, not checked\n", names[i]);
+            continue;
+        }
+        check_codes(g.e->ops);
+        check_negative_zero(g.e->ops);
+        cases_each(check_case, &g);
+        printf("kernels: %s checked\n", opts.isa);
+        mc_engine_free(g.e);
     }
-    for (size_t i = 0; i < sizeof names / sizeof *names && !set; i++) {
-        if (mci_ops_get(names[i], &o, NULL) == MC_OK)
-            check_set(o);
-        else
-            printf("kernels: %s cannot run here, not checked\n", names[i]);
-    }
+    mc_engine_free(ref);
     return test_end();
 }
 
 /* ---- sums ------------------------------------------------------------------------------------ */
 
 static void print_sum(kcase *c, void *arg) {
-    (void)arg;
     char name[128];
     uint8_t *base;
     mci_crc crc;
-    case_setup(c, false);
-    case_name(c, name, sizeof name);
-    uint8_t *out = guarded(c, &base);
-    c->op->run(&mci_ops_ref, c, out, 0, 1);
-    mci_crc_init(&crc);
-    for (int64_t i = 0; i < c->out_bytes / c->op->word; i++) {
-        uint32_t u = value_bits(out, i, c->op->word);
-        mci_crc_add(&crc, &u, sizeof u);
+    if (!case_setup(c, 1)) abort();
+    if (c->flops <= 1e9) { /* as in check */
+        case_name(c, name, sizeof name);
+        uint8_t *out = guarded(c, &base);
+        call(arg, c, out, 0, 1);
+        mci_crc_init(&crc);
+        for (int64_t i = 0; i < c->out_bytes / c->op->word; i++) {
+            uint32_t u = value_bits(out, i, c->op->word);
+            mci_crc_add(&crc, &u, sizeof u);
+        }
+        printf("%08x %s\n", crc.value, name);
+        free(base);
     }
-    printf("%08x %s\n", crc.value, name);
-    free(base);
     case_free(c);
 }
 
 static int sums(void) {
-    cases_each(print_sum, NULL);
+    const mc_engine_opts slow = {.threads = 1, .isa = "scalar"};
+    mc_engine *ref;
+    if (mc_engine_create(&slow, &ref, NULL) < 0) return 1;
+    cases_each(print_sum, ref);
+    mc_engine_free(ref);
     return 0;
 }
 
 /* ---- bench ----------------------------------------------------------------------------------- */
 
-typedef struct bench {
-    mci_pool *pool;
-    const mci_ops *ops;
-    uint8_t *mem; /* for plain reads */
-    double fma;   /* GFLOP/s */
-    /* one region */
-    const kcase *c;
-    uint8_t *out;
-    const char *word;
-} bench;
-
-enum { MEM = 384 << 20, READ_CHUNK = 1 << 20, FMA_LOOPS = 1 << 20 };
-
-#if defined(__x86_64__)
-__attribute__((target("avx2"))) static void read_chunk(void *arg, int64_t i, int thread) {
-    (void)thread;
-    const uint8_t *p = ((const bench *)arg)->mem + i * READ_CHUNK;
-    __m256i s = _mm256_setzero_si256();
-    for (int64_t k = 0; k < READ_CHUNK / 4; k += 32) /* four streams, as the matrix kernel */
-        for (int64_t q = 0; q < 4; q++) {
-            const uint8_t *at = p + q * (READ_CHUNK / 4) + k;
-            _mm_prefetch((const char *)at + 1024, _MM_HINT_T0);
-            s = _mm256_xor_si256(s, _mm256_load_si256((const __m256i *)(const void *)at));
-        }
-    __asm__ volatile("" : : "x"(s));
-}
-
-__attribute__((target("avx2,fma"))) static void fma_chunk(void *arg, int64_t i, int thread) {
-    (void)arg, (void)i, (void)thread;
-    __m256 a[12], x = _mm256_set1_ps(1.0f);
-    for (int k = 0; k < 12; k++) a[k] = _mm256_setzero_ps();
-    for (int64_t k = 0; k < FMA_LOOPS; k++) {
-        for (int j = 0; j < 12; j++) a[j] = _mm256_fmadd_ps(x, x, a[j]);
-        __asm__ volatile("" : "+x"(x));
+static void print_row(const mc_bench_row *r, bool csv) {
+    static const char *const limits[] = {"", "read", "fma"};
+    if (csv) {
+        printf("\"%s\",%.9g,%.9g,%.0f,%.0f,%.4g,%.4g,%.4g,%.4g,%.4g,%s,%.4g\n", r->name,
+               r->median_s, r->min_s, r->bytes, r->flops, r->gbs, r->gflops, r->read_gbs,
+               r->of_read, r->of_fma, limits[r->limit], r->ratio);
+    } else {
+        printf("%-46s %10.2f us %10.2f min %8.2f GB/s %8.1f GFLOP/s", r->name, r->median_s * 1e6,
+               r->min_s * 1e6, r->gbs, r->gflops);
+        if (r->of_read > 0) printf("  %.2f of read (%.1f)", r->of_read, r->read_gbs);
+        if (r->of_fma > 0) printf("  %.2f of fma", r->of_fma);
+        if (r->limit) printf("  %s", limits[r->limit]);
+        if (r->ratio > 0) printf("  ours/this %.2f", r->ratio);
+        printf("\n");
     }
-    for (int k = 0; k < 12; k++) __asm__ volatile("" : : "x"(a[k]));
-}
-
-__attribute__((target("avx512f"))) static void fma_chunk512(void *arg, int64_t i, int thread) {
-    (void)arg, (void)i, (void)thread;
-    __m512 a[12], x = _mm512_set1_ps(1.0f);
-    for (int k = 0; k < 12; k++) a[k] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < FMA_LOOPS; k++) {
-        for (int j = 0; j < 12; j++) a[j] = _mm512_fmadd_ps(x, x, a[j]);
-        __asm__ volatile("" : "+v"(x));
-    }
-    for (int k = 0; k < 12; k++) __asm__ volatile("" : : "v"(a[k]));
-}
-#else
-static void read_chunk(void *arg, int64_t i, int thread) { (void)arg, (void)i, (void)thread; }
-static void fma_chunk(void *arg, int64_t i, int thread) { (void)arg, (void)i, (void)thread; }
-static void fma_chunk512(void *arg, int64_t i, int thread) { (void)arg, (void)i, (void)thread; }
-#endif
-
-static double best_of(bench *b, mci_chunk_fn *fn, int64_t n, int times) {
-    double best = 1e30;
-    for (int i = 0; i < times; i++) {
-        double t = mci_now();
-        mci_pool_run(b->pool, fn, b, n);
-        t = mci_now() - t;
-        best = MCI_MIN(best, t);
-    }
-    return best;
-}
-
-static double plain_read(bench *b) {
-    return (double)MEM / best_of(b, read_chunk, MEM / READ_CHUNK, 3) * 1e-9;
-}
-
-static void run_part(void *arg, int64_t i, int thread) {
-    (void)thread;
-    const bench *b = arg;
-    b->c->op->run(b->ops, b->c, b->out, i, b->c->parts);
-}
-
-static void bench_case(kcase *c, void *arg) {
-    bench *b = arg;
-    if (!c->bench) return;
-    char name[128];
-    case_name(c, name, sizeof name);
-    if (b->word && !strstr(name, b->word)) return;
-    case_setup(c, true);
-    uint8_t *base;
-    b->out = guarded(c, &base);
-    b->c = c;
-    bool from_memory = c->bytes > (double)(64 << 20);
-    double read = from_memory ? plain_read(b) : 0;
-    int64_t repeat = 1;
-    double t = best_of(b, run_part, c->parts, 1);
-    if (t < 1e-3) repeat = (int64_t)(1e-3 / t) + 1;
-    double best = 1e30, all[9];
-    int n = 0;
-    for (; n < 9; n++) {
-        double start = mci_now();
-        for (int64_t i = 0; i < repeat; i++) mci_pool_run(b->pool, run_part, b, c->parts);
-        double took = (mci_now() - start) / (double)repeat;
-        best = MCI_MIN(best, took);
-        int k = n;
-        for (; k > 0 && all[k - 1] > took; k--) all[k] = all[k - 1];
-        all[k] = took;
-    }
-    double median = all[n / 2];
-    printf("%-30s %10.2f us  %7.2f GB/s  %7.1f GFLOP/s", name, median * 1e6,
-           c->bytes / median * 1e-9, c->flops / median * 1e-9);
-    if (from_memory) {
-        read = MCI_MAX(read, plain_read(b));
-        printf("  %.2f of read (%.1f)", c->bytes / median * 1e-9 / read, read);
-    }
-    if (c->flops > 0) printf("  %.2f of fma", c->flops / median * 1e-9 / b->fma);
-    printf("\n");
     fflush(stdout);
-    free(base);
-    case_free(c);
 }
 
-static int bench_all(int threads, const char *word, const char *isa) {
-    bench b = {.word = word};
+/* The next timed case from i on whose name holds `only`, or -1. */
+static int32_t next_case(int32_t i, const char *only) {
+    char name[128];
+    for (; mc_bench_name(i, name, sizeof name, NULL) == MC_OK; i++)
+        if (strstr(name, only)) return i;
+    return -1;
+}
+
+static int bench(int threads, const char *only, const char *isa, bool csv) {
+    mc_bench *b;
     mc_error err;
-    if (mci_ops_get(isa, &b.ops, &err) || mci_pool_create(threads, &b.pool, &err)) {
-        printf("%s\n", err.message);
+    if (next_case(0, only) < 0) {
+        fprintf(stderr, "kernels: no timed case has \"%s\" in its name\n", only);
         return 1;
     }
-    b.mem = test_alloc(MEM + 4096);
-    memset(b.mem, 1, MEM + 4096);
-    const bool wide = !strcmp(b.ops->name, "avx512");
-    double peak = best_of(&b, wide ? fma_chunk512 : fma_chunk, threads, 5);
-    b.fma = 12.0 * (wide ? 32 : 16) * (double)FMA_LOOPS * threads / peak * 1e-9;
-    printf("kernels %s, %d threads; plain read %.1f GB/s, fma %.0f GFLOP/s; medians of 9\n",
-           b.ops->name, threads, plain_read(&b), b.fma);
-    cases_each(bench_case, &b);
-    mci_pool_free(b.pool);
-    free(b.mem);
-    return 0;
+    int rc = mc_bench_create(threads, isa, &b, &err);
+    if (rc == MC_OK && csv) {
+        printf("name,median_s,min_s,bytes,flops,gbs,gflops,read_gbs,of_read,of_fma,limit,ratio\n");
+    } else if (rc == MC_OK) {
+        const mc_bench_limits *l = mc_bench_limits_of(b);
+        printf("kernels %s, %d threads; read %.1f GB/s (%s), fma %.0f GFLOP/s; medians of %d\n",
+               l->isa, l->threads, l->read_gbs, l->read[0].name, l->fma_gflops, MC_BENCH_RUNS);
+    }
+    for (int32_t i = -1; rc >= 0 && (i = next_case(i + 1, only)) >= 0;) {
+        mc_bench_row rows[MC_BENCH_ROWS];
+        rc = mc_bench_run(b, i, rows, &err);
+        for (int k = 0; k < rc; k++) print_row(&rows[k], csv);
+    }
+    mc_bench_free(b);
+    if (rc < 0) fprintf(stderr, "kernels: %s\n", err.message);
+    return rc < 0;
 }
 
 int main(int argc, char **argv) {
-    if (argc >= 2 && !strcmp(argv[1], "bench")) {
-        cpu_set_t set;
-        int threads = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
-        const int asked = argc > 2 ? atoi(argv[2]) : 0; /* 0: all */
-        return bench_all(asked > 0 ? asked : threads, argc > 3 ? argv[3] : NULL,
-                         argc > 4 ? argv[4] : NULL);
-    }
-    if (argc >= 2 && !strcmp(argv[1], "sums")) return sums();
-    return check(argc > 2 ? argv[2] : NULL);
+    const char *arg[6] = {"", "check", "", "", "", ""};
+    for (int i = 1; i < MCI_MIN(argc, 6); i++) arg[i] = argv[i];
+    if (!strcmp(arg[1], "sums")) return sums();
+    if (strcmp(arg[1], "bench") != 0) return check(*arg[2] ? arg[2] : NULL);
+    cpu_set_t set;
+    const int all = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+    const int threads = atoi(arg[2]);
+    return bench(threads ? threads : all, arg[3], *arg[4] ? arg[4] : NULL, !strcmp(arg[5], "csv"));
 }

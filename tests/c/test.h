@@ -1,4 +1,4 @@
-/* test.h - what the C tests share: a counter of checks, one random generator, one line a failure. */
+/* test.h - what the C tests share: a counter of checks, one line a failure, memory. */
 #ifndef TEST_H
 #define TEST_H
 #include <stdatomic.h>
@@ -6,6 +6,8 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+
+#include "rng.h"
 
 static atomic_int test_passed, test_failed;
 
@@ -25,25 +27,6 @@ static atomic_int test_passed, test_failed;
 static inline int test_end(void) {
     printf("%d passed, %d failed\n", test_passed, test_failed);
     return test_failed ? 1 : 0;
-}
-
-/* splitmix64: any seed is a good one. */
-typedef struct rng {
-    uint64_t s;
-} rng;
-
-static inline uint64_t rng_next(rng *r) {
-    uint64_t z = r->s += 0x9e3779b97f4a7c15u;
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
-    return z ^ z >> 31;
-}
-
-static inline uint64_t rng_below(rng *r, uint64_t n) { return rng_next(r) % n; }
-
-/* In [-1, 1), 24 bits. */
-static inline float rng_unit(rng *r) {
-    return (float)((int32_t)(rng_next(r) >> 40) - (1 << 23)) * 0x1p-23f;
 }
 
 static inline void *test_alloc(size_t n) {
