@@ -210,7 +210,8 @@ AVX512_INLINE void dot_rows(const mci_mat *w, const int64_t *row, const int nq,
                             const int dtype) {
     const int size = size_of(dtype);
     const bool scaled = is_f8(dtype) || is_i8(dtype);
-    const int64_t K = w->cols, block = dtype == I8 ? mci_mat_block(w) : dtype == I8_32 ? 32 : MCI_BLOCK;
+    const int64_t K = w->cols;
+    const int64_t block = dtype == I8 ? mci_mat_block(w) : dtype == I8_32 ? 32 : MCI_BLOCK;
     const uint8_t *p[ROWS], *scale[ROWS]; /* scale: of the row's first block */
     const uint8_t *next = w->data + (row[0] + 4 * nq) * K * size;
     const float *xp[DIRECT_TOK];

@@ -1,8 +1,8 @@
-/* ops_avx512_int4.c - 4-bit integers times quantised activations with AVX-512, with VNNI or without.
+/* ops_avx512_int4.c - 4-bit integers times quantised activations with AVX-512 and maybe VNNI.
  *
- * Sixteen rows lie side by side (ops_avx512.h): 4 columns of each are multiplied by 4 bytes of q,
- * broadcast, and the sums of a group are those of 16 rows. A tile of the weights serves all tokens;
- * halves of bytes are taken apart anew for each few, on ports that the products leave idle. */
+ * Sixteen rows lie side by side (ops_avx512.h): 4 columns of each meet 4 bytes of q, broadcast, and
+ * a register sums a group for 16 rows. A tile of the weights serves all tokens; its bytes are taken
+ * apart anew for each few of these, on ports that the products leave idle. */
 #include "ops.h"
 
 #if defined(__x86_64__)

@@ -198,6 +198,7 @@ static void setup_product(kcase *c, double act_bytes) {
     const int64_t row = mci_row_bytes(c->dtype, c->n[1]);
     int64_t share = MCI_MAX((128 << 10) / row, 16);
     if (c->n[2] > 3) share = MCI_MAX(share, 32);
+    share = mci_round_up(share, 16); /* as linear.c */
     floats(c, 0, c->n[2] * c->n[1], c->in);
     weights(c);
     if (mci_dtype_get(c->dtype)->scale_types) scales(c);
