@@ -18,7 +18,7 @@ static inline __attribute__((always_inline, TARGET)) void NAME(times)(
     const int8_t *q[MAX_TOKENS];
     UNROLL for (int t = 0; t < nt; t++) q[t] = x[t].q;
     for (int64_t k = 0, g = 0; k < n; k += group, g++) {
-        const bool whole = k + group <= n || last, begun = group > TILE_COLS; /* in another tile */
+        const bool whole = k + group <= n || last, begun = group > FEW_TILE_COLS; /* elsewhere */
         const int64_t end = (MCI_MIN(k + group, n) + 7) / 8;
         __m512i acc[MAX_TOKENS][2];
         UNROLL for (int t = 0; t < nt; t++)

@@ -12,9 +12,10 @@
 #include <math.h>
 
 enum {
-    TILE_COLS = 2048,  /* at most, or 16 groups */
-    MAX_TOKENS = 8,    /* side by side */
-    FEW = 4,           /* by one tile */
+    TILE_COLS = 2048,    /* at most, and 16 groups */
+    FEW_TILE_COLS = 512, /* leave the first cache to what is fetched */
+    MAX_TOKENS = 8,      /* side by side */
+    FEW = 4,             /* by one tile */
 };
 
 typedef struct int4_tile {
@@ -95,7 +96,7 @@ AVX512_INLINE void product(const mci_mat *w, int64_t r0, int64_t r1, const mci_q
                            int64_t n_tok, float *const *y, const int4_kernels *f) {
     const int64_t K = w->cols, group = w->block_cols ? w->block_cols : K;
     const int64_t row = mci_row_bytes(MC_INT4, K);
-    const int64_t cols = MCI_MIN(SIDE * group, (int64_t)TILE_COLS);
+    const int64_t cols = MCI_MIN(SIDE * group, n_tok > FEW ? TILE_COLS : FEW_TILE_COLS);
     int4_sums sums[2][MCI_TILE_TOK];
     int4_tile m[2];
     for (int64_t r = r0, tiles; r < r1; r += tiles * SIDE) {
