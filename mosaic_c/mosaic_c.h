@@ -95,7 +95,7 @@ typedef struct mc_engine_opts {
     int32_t lanes;     /* reader threads, 1..64; 0: 2 for direct, 4 for pread */
     int32_t io;        /* MC_IO_... */
     int64_t budget;    /* bytes the engine may allocate in all; 0: no limit */
-    const char *isa;   /* kernel set by name ("scalar", "avx2", "avx512", "avx512vnni"); NULL: the best */
+    const char *isa;   /* kernel set by name (mc_engine_isas); NULL: the best */
 } mc_engine_opts;
 
 int mc_engine_create(const mc_engine_opts *opts, mc_engine **out, mc_error *err);

@@ -7,7 +7,8 @@
 #include "pool.h"
 
 /* Best first. */
-static const mci_ops *const sets[] = {&mci_ops_avx512vnni, &mci_ops_avx512, &mci_ops_avx2, &mci_ops_ref};
+static const mci_ops *const sets[] = {&mci_ops_avx512vnni, &mci_ops_avx512, &mci_ops_avx2,
+                                      &mci_ops_ref};
 enum { N_SETS = (int)(sizeof sets / sizeof *sets) };
 
 static bool runs(const mci_ops *o) {

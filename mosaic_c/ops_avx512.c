@@ -1,7 +1,7 @@
 /* ops_avx512.c - the AVX-512 kernel sets.
  *
- * Matrix products are its own; all else keeps its AVX2 kernel, which gives the same bits and runs
- * wherever this set does. */
+ * Matrix products are their own; all else keeps its AVX2 kernel, which gives the same bits and runs
+ * wherever these do. */
 #include "ops.h"
 
 #include "cpu.h"
@@ -23,11 +23,10 @@ enum { FEATURES = MCI_CPU_AVX2 | MCI_CPU_FMA | MCI_CPU_F16C | MCI_CPU_AVX512 };
 const mci_ops mci_ops_avx512 = {
     .name = "avx512", .features = FEATURES, .qgemm = mci_avx512_qgemm, SHARED};
 
-/* The same but for the product that has an instruction of its own. */
-const mci_ops mci_ops_avx512vnni = {.name = "avx512vnni",
-                                    .features = FEATURES | MCI_CPU_AVX512_VNNI,
-                                    .qgemm = mci_avx512vnni_qgemm,
-                                    SHARED};
+/* The same but for the product that VNNI has an instruction for. */
+const mci_ops mci_ops_avx512vnni = {
+    .name = "avx512vnni", .features = FEATURES | MCI_CPU_AVX512_VNNI,
+    .qgemm = mci_avx512vnni_qgemm, SHARED};
 #else
 const mci_ops mci_ops_avx512 = {.name = "avx512"};
 const mci_ops mci_ops_avx512vnni = {.name = "avx512vnni"};

@@ -28,7 +28,7 @@ AVX512_INLINE __m512 two_scalars(float low, float high) {
 
 #define UNROLL _Pragma("GCC unroll 16")
 
-/* Kernels of their own, not storage types: FP8 for tokens whose x is small, INT8 in groups of 32. */
+/* Kernels of their own, not storage types: FP8 where x is small, INT8 in groups of 32. */
 enum { F8 = MC_F8E4M3, F8_SMALL = 100, I8 = MC_INT8, I8_32 = 101 };
 
 AVX512_INLINE bool is_f8(int dtype) { return dtype == F8 || dtype == F8_SMALL; }
@@ -96,12 +96,12 @@ AVX512_INLINE bool row_has_nan(const uint8_t *p, int64_t n) {
  * row (its scale) is one broadcast or one register. */
 enum {
     SIDE = 16,
-    LINE_COLS = 128,  /* 4-bit columns of a line */
+    LINE_COLS = 128, /* 4-bit columns of a line */
 };
 
-/* v[k], of row k, becomes v[i], the 32 bits i of each row in its 32 bits. Or, in halves, of which
- * the lower and the upper ones of rows 0..3 lie in bits 0..63 and 64..127, and so on: unpacking
- * them then widens those of the 16 rows. */
+/* v[k], of row k, becomes v[i], the 32 bits i of each row, in order. Or in halves: of 128 bits for
+ * four rows the first 64 are their lower halves, the last 64 their upper ones, so that unpacking
+ * widens the lower or the upper halves of all rows, in order. */
 AVX512_INLINE void transpose(__m512i v[SIDE], const bool halves) {
     __m512i u[SIDE];
     UNROLL for (int k = 0; k < SIDE; k += 4) { /* inside 128 bits */
@@ -153,8 +153,8 @@ AVX512_INLINE void side_lines(const uint8_t *const *p, int64_t at, int64_t n, co
     }
 }
 
-/* Four lines: as many bytes as 4 registers of weights were. Fetched while these are used, for the
- * sake of an even flow. */
+/* Prefetches as many bytes as four registers of weights hold. While these are used, not while they
+ * are loaded: memory then has something to do all the time. */
 AVX512_INLINE void side_fetch(const uint8_t *p) {
     UNROLL for (int i = 0; i < 4; i++) _mm_prefetch((const char *)p + 64 * i, _MM_HINT_T0);
 }
@@ -164,12 +164,10 @@ AVX512_INLINE __m512 load_scales(int dtype, const uint8_t *p, int64_t n) {
     const __mmask16 in = (__mmask16)((1 << n) - 1);
     if (dtype == MC_F32) return _mm512_maskz_loadu_ps(in, p);
     if (dtype == MC_F8E8M0) { /* 0 and 0xff are not exponents of an f32 */
-        __m512i e = _mm512_slli_epi32(
-            _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(in, p)), 23);
+        __m512i e = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(in, p)), 23);
         __mmask16 nan = _mm512_cmpeq_epi32_mask(e, _mm512_set1_epi32(0x7f800000));
         e = _mm512_max_epi32(e, _mm512_set1_epi32(0x00400000));
-        return _mm512_castsi512_ps(
-            _mm512_mask_mov_epi32(e, nan, _mm512_set1_epi32(0x7fc00000)));
+        return _mm512_castsi512_ps(_mm512_mask_mov_epi32(e, nan, _mm512_set1_epi32(0x7fc00000)));
     }
     const __m256i h = _mm256_maskz_loadu_epi16(in, p);
     if (dtype == MC_F16) return _mm512_cvtph_ps(h);

@@ -8,9 +8,9 @@
  *   NAME(end)     the int32 sums that come of it
  *   PAIR_TOKENS   of which, with two tiles, all sums stay in registers */
 
-/* sums (tiles, MCI_TILE_TOK) += n columns of each tile times nt tokens, of which x is the part that meets
- * them. isum goes into tot at the end of each group and at `last`, the row's; next: what to
- * prefetch. nt and tiles are constants. */
+/* sums (tiles, MCI_TILE_TOK) += n columns of each tile times nt tokens, whose q, s and q8 begin
+ * where the tile does. isum goes into tot at the end of each group and at `last`, the row's; next:
+ * what to prefetch. nt and tiles are constants. */
 static inline __attribute__((always_inline, TARGET)) void NAME(times)(
     const int4_tile *m, const int tiles, int64_t n, int64_t group, bool last, const mci_qact *x,
     const int nt, int4_sums *sums, const uint8_t *next) {
@@ -18,7 +18,7 @@ static inline __attribute__((always_inline, TARGET)) void NAME(times)(
     const int8_t *q[MAX_TOKENS];
     UNROLL for (int t = 0; t < nt; t++) q[t] = x[t].q;
     for (int64_t k = 0, g = 0; k < n; k += group, g++) {
-        const bool whole = k + group <= n || last, begun = group > TILE_COLS;
+        const bool whole = k + group <= n || last, begun = group > FEW_TILE_COLS; /* elsewhere */
         const int64_t end = (MCI_MIN(k + group, n) + 7) / 8;
         __m512i acc[MAX_TOKENS][2];
         UNROLL for (int t = 0; t < nt; t++)

@@ -1,8 +1,8 @@
-/* ops_avx512_int4.c - 4-bit integers times quantised activations with AVX-512, with VNNI or without.
+/* ops_avx512_int4.c - 4-bit integers times quantised activations with AVX-512 and maybe VNNI.
  *
- * Sixteen rows lie side by side (ops_avx512.h): 4 columns of each are multiplied by 4 bytes of q,
- * broadcast, and the sums of a group are those of 16 rows. A tile of the weights serves all tokens;
- * halves of bytes are taken apart anew for each few, on ports that the products leave idle. */
+ * Sixteen rows lie side by side (ops_avx512.h): 4 columns of each meet 4 bytes of q, broadcast, and
+ * a register sums a group for 16 rows. A tile of the weights serves all tokens; its bytes are taken
+ * apart anew for each few of these, on ports that the products leave idle. */
 #include "ops.h"
 
 #if defined(__x86_64__)
@@ -12,9 +12,10 @@
 #include <math.h>
 
 enum {
-    TILE_COLS = 2048,  /* at most, or 16 groups */
-    MAX_TOKENS = 8,    /* side by side */
-    FEW = 4,           /* by one tile */
+    TILE_COLS = 2048,    /* at most, and 16 groups */
+    FEW_TILE_COLS = 512, /* leave the first cache to what is fetched */
+    MAX_TOKENS = 8,      /* side by side */
+    FEW = 4,             /* by one tile */
 };
 
 typedef struct int4_tile {
@@ -95,7 +96,7 @@ AVX512_INLINE void product(const mci_mat *w, int64_t r0, int64_t r1, const mci_q
                            int64_t n_tok, float *const *y, const int4_kernels *f) {
     const int64_t K = w->cols, group = w->block_cols ? w->block_cols : K;
     const int64_t row = mci_row_bytes(MC_INT4, K);
-    const int64_t cols = MCI_MIN(SIDE * group, (int64_t)TILE_COLS);
+    const int64_t cols = MCI_MIN(SIDE * group, n_tok > FEW ? TILE_COLS : FEW_TILE_COLS);
     int4_sums sums[2][MCI_TILE_TOK];
     int4_tile m[2];
     for (int64_t r = r0, tiles; r < r1; r += tiles * SIDE) {

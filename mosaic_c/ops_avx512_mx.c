@@ -17,8 +17,8 @@ enum {
 
 typedef __m512 sums[8]; /* of 16 rows and a token, by lane */
 
-/* tot += n K blocks times x, all of whose 32 columns exist; next: what to prefetch. nt is a constant
- * and decides how many lanes go at a time: their sums stay in registers. */
+/* tot += n K blocks times x, all of whose 32 columns exist; next: what to prefetch. nt is a
+ * constant: the more tokens, the fewer lanes at a time, whose sums all stay in registers. */
 AVX512_INLINE void times(const __m512i *w, const __m512 *scale, int64_t n, const float *const *x,
                          const int nt, sums *tot, const uint8_t *next) {
     /* 0 0.5 1 1.5 2 3 4 6 and their negatives */

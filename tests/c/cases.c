@@ -216,6 +216,7 @@ static void setup_product(kcase *c, double act_bytes) {
     const int64_t row = mci_row_bytes(c->dtype, c->n[1]);
     int64_t share = MCI_MAX((128 << 10) / row, 16);
     if (c->n[2] > 3) share = MCI_MAX(share, 32);
+    share = mci_round_up(share, 16); /* as linear.c */
     floats(c, 0, c->n[2] * c->n[1], c->in);
     const mci_mat m = case_weights(c);
     double all = rows * (double)row;
