@@ -31,12 +31,15 @@ static double read_gbs(mc_bench *b, int i) {
     return peak_read(b->e->pool, &b->way[i], b->mem, READ_BYTES, 3) * 1e-9;
 }
 
+/* Does the kernel set compute in 512 bits? */
+static bool is_wide(const char *isa) { return !strncmp(isa, "avx512", 6); }
+
 static void measure_limits(mc_bench *b) {
     mc_bench_limits *l = &b->limits;
     l->isa = b->e->ops->name;
     l->threads = mci_pool_threads(b->e->pool);
     l->read_bytes = READ_BYTES;
-    l->fma_gflops = peak_fma(b->e->pool, !strcmp(l->isa, "avx512"), 5) * 1e-9;
+    l->fma_gflops = peak_fma(b->e->pool, is_wide(l->isa), 5) * 1e-9;
     l->n_read = peak_ways(b->way);
     for (int i = 0; i < l->n_read; i++) {
         const peak_way w = b->way[i];
@@ -220,7 +223,7 @@ static bool has_yardstick(void) {
 
 static void yard_call(const mc_bench *b, int k, const mci_mat *m, int i, const float *x, float *y) {
     const int64_t r0 = i * YARD_ROWS, r1 = r0 + YARD_ROWS;
-    const bool wide = !strcmp(b->limits.isa, "avx512");
+    const bool wide = is_wide(b->limits.isa);
     if (k == 0) b->e->ops->gemm(m, r0, r1, &x, 1, &y);
     if (k == 1) yard_plain_avx2(m, r0, r1, x, y);
     if (k == 2) (wide ? yard_fast_avx512 : yard_fast_avx2)(m, r0, r1, x, y);
@@ -269,7 +272,7 @@ static int time_yardstick(mc_bench *b, mc_bench_row *rows, mc_error *err) {
     for (int64_t i = 0; i < YARD_K; i++) x[i] = rng_unit(&r);
     const mci_mat m = {.data = w, .scale = scale, .rows = n_rows, .cols = YARD_K,
                        .dtype = MC_F8E4M3, .scale_dtype = MC_BF16, .block_rows = 128,
-                       .block_cols = 128};
+                       .block_cols = 128, .no_nan = !b->e->ops->f8_has_nan(w, bytes)};
     for (int k = 0; k < 3; k++) {
         yard_pass(b, k, &m, 1, x, y[k]); /* also warms up */
         if (!agrees(y[0], y[k], n_rows)) {
