@@ -6,7 +6,7 @@
 
 #include <stdlib.h>
 
-/* Bytes of weights a thread claims at once: smaller claims waste bandwidth (64 KB costs 20-45 %),
+/* Bytes of a matrix a thread takes at once, of gate and up each: smaller claims waste bandwidth (64 KB costs 20-45 %),
  * much larger ones leave threads idle at the end. */
 #define CLAIM_BYTES (128 << 10)
 
@@ -101,7 +101,7 @@ typedef struct jobs_ctx {
 } jobs_ctx;
 
 static int64_t job_step(const mci_job *j) {
-    int64_t row = mci_row_bytes(j->w->dtype, j->w->cols) * (j->up ? 2 : 1);
+    int64_t row = mci_row_bytes(j->w->dtype, j->w->cols);
     int64_t rows = MCI_MAX(CLAIM_BYTES / row, 1);
     /* each chunk quantises its tokens again */
     if (mci_dtype_get(j->w->dtype)->integer && j->n_tok > MCI_ACTS_TOK) rows = MCI_MAX(rows, 512);

@@ -58,6 +58,7 @@ class MemoryPlan:
     floor: int  # smallest budget that runs, at this context
     useful: int  # budget from which one token's experts all stay cached
     fits: bool
+    embedding: bool  # the embedding stays in memory
     warnings: tuple[str, ...] = field(default=())
 
     @property
@@ -71,8 +72,8 @@ def process_bytes() -> int:
         return int(f.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
-def embedding_resident(located: Located) -> bool:
-    """Whether the embedding stays in memory: where it is the output head too, or is quantised."""
+def _embedding_needed(located: Located) -> bool:
+    """Whether the embedding has to be in memory: where it is the output head too, or is quantised."""
     return located.plan.head is None or located.span(located.plan.embed).scale_file is not None
 
 
@@ -81,7 +82,7 @@ def dense_bytes(located: Located) -> int:
     plan, total = located.plan, 0
     for weight in plan.weights():
         span = located.span(weight)
-        if weight == plan.embed and not embedding_resident(located):
+        if weight == plan.embed and not _embedding_needed(located):
             continue
         if span.rows == 1 or len(weight.shape) == 3:  # vectors and the convolution become float32
             total += span.rows * span.cols * 4 + TENSOR_SLACK
@@ -194,6 +195,11 @@ def plan_memory(
             f"from {format_size(wanted)} on they can stay"
         )
     items.append(Item("expert cache", max(got, 0) * unit, f"{max(got, 0)} of {most} slots"))
+    # a read for each token costs a few percent: with nothing better to do with the memory, none
+    embedding, rows = _embedding_needed(located), located.span(plan.embed).nbytes + TENSOR_SLACK
+    if not embedding and got >= most and sum(item.bytes for item in items) + rows <= budget:
+        embedding = True
+        items.append(Item("embedding", rows, "resident, as all experts are"))
     return MemoryPlan(
         budget=budget,
         reason=reason,
@@ -213,6 +219,7 @@ def plan_memory(
         floor=_round_up(floor),
         useful=_round_up(wanted),
         fits=fits,
+        embedding=embedding,
         warnings=tuple(warnings),
     )
 

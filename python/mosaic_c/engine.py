@@ -7,6 +7,7 @@ sees them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,7 +64,7 @@ def _create(function: Any, free: Any, kind: str, *args: Any) -> Any:
 
 
 def _floats(array: np.ndarray, *shape: int) -> Any:
-    if array.dtype != np.float32 or not array.flags.c_contiguous or array.size < np.prod(shape):
+    if array.dtype != np.float32 or not array.flags.c_contiguous or array.size < math.prod(shape):
         raise ValueError(
             f"expected contiguous float32 of at least {shape}, got {array.dtype} {array.shape}"
         )

@@ -19,7 +19,7 @@ import numpy as np
 
 from mosaic_c import blocks, engine
 from mosaic_c.bind import Located
-from mosaic_c.budget import MemoryPlan, embedding_resident
+from mosaic_c.budget import MemoryPlan
 from mosaic_c.checkpoint import Checkpoint
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.plan import Attention, ModelPlan, Weight
@@ -110,7 +110,7 @@ class Model:
                 on_load(done, total)
         if self.store is not None:
             self.store.open(memory.slots)
-        self.embed = engine.Linear(e, find(plan.embed), embedding_resident(located))
+        self.embed = engine.Linear(e, find(plan.embed), memory.embedding)
         head = self.embed if plan.head is None else engine.Linear(e, find(plan.head))
         self.head = engine.Head(e, blocks.norm(plan.final_norm, find), head, memory.chunk)
         if on_load is not None:
