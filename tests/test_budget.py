@@ -62,6 +62,20 @@ def test_every_budget_from_the_floor_on_fits(name, options):
         assert m.fits and m.total <= m.budget and m.floor == floor
 
 
+def test_the_embedding_stays_where_nothing_better_could():
+    """Read by row while experts are missing from the cache; the same bits either way."""
+    assert plan(ram="1G").embedding and not plan(ram="1G", slots=39).embedding
+    for ram in range(50, 100, 2):
+        m = plan(ram=f"{ram}M", ctx=256)
+        assert not m.fits or m.total <= m.budget and (m.slots == 40 or not m.embedding)
+    logits = []
+    for slots in (None, 39):
+        with mosaic_c.open(VECTORS / HYBRID, ram="1G", threads=2, ctx=256, slots=slots) as m:
+            assert m.memory.embedding == (slots is None) == m.embed.resident
+            logits.append(m.session().forward([5, 77, 3]))
+    assert (logits[0].view(np.uint32) == logits[1].view(np.uint32)).all()
+
+
 def test_given_slots_are_taken_exactly_or_refused():
     assert plan(slots=7).slots == 7
     with pytest.raises(UsageError, match="slots"):

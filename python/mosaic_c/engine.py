@@ -174,7 +174,7 @@ def tensor(span: Any, files: Sequence[int]) -> dict[str, int]:
 
 class Linear(Handle):
     def __init__(self, engine: Engine, weight: dict[str, int], resident: bool = True) -> None:
-        self.rows, self.cols = weight["rows"], weight["cols"]
+        self.rows, self.cols, self.resident = weight["rows"], weight["cols"], resident
         desc = ffi.new("mc_tensor *", weight)
         self._own = _create(
             lib.mc_linear_create, lib.mc_linear_free, "mc_linear", engine, desc, int(resident)
