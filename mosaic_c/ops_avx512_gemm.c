@@ -241,9 +241,9 @@ AVX512_INLINE void dot_rows(const mci_mat *w, int64_t r, int64_t n, const int nq
         UNROLL for (int t = 0; t < nt; t++) xp[t] += block;
     }
     UNROLL for (int q = 0; q < nq; q++) {
-        const __mmask8 rows = (__mmask8)((1 << MCI_MIN(n - 4 * q, 4)) - 1);
+        const __m128i rows = _mm256_castsi256_si128(tail_mask(MCI_MAX(n - 4 * q, 0)));
         UNROLL for (int t = 0; t < nt; t++)
-            _mm_mask_storeu_ps(y[t] + r + 4 * q, rows, quad_tree(tot[q][t]));
+            _mm_maskstore_ps(y[t] + r + 4 * q, rows, quad_tree(tot[q][t]));
     }
     if (dtype != F8 || !watch_saw(&nan)) return;
     for (int64_t i = 0; i < n; i++)

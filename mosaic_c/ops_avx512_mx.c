@@ -44,7 +44,7 @@ AVX512_INLINE void times(const __m512i *w, const __m512 *scale, int64_t n, const
                 UNROLL for (int t = 0; t < nt; t++) a[t] = c[t] = _mm512_setzero_ps();
                 UNROLL for (int d = 0; d < 4; d++) {
                     const __m512i two = _mm512_permutexvar_epi16(
-                        _mm512_srli_epi16(v[d], 4 * (first + k)), bf16);
+                        _mm512_srli_epi16(v[d], 4 * (unsigned)(first + k)), bf16);
                     const __m512 wa = _mm512_castsi512_ps(_mm512_unpacklo_epi16(zero, two));
                     const __m512 wc = _mm512_castsi512_ps(_mm512_unpackhi_epi16(zero, two));
                     UNROLL for (int t = 0; t < nt; t++) {

@@ -31,7 +31,7 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
         metavar="N",
         help="compute threads (default: the cores this process may use)",
     )
-    add("--isa", metavar="NAME", help="kernel set: avx512, avx2 or scalar (default: the best)")
+    add("--isa", metavar="NAME", help="kernel set, such as avx2 (default: the best of this CPU)")
     add(
         "--only",
         metavar="WORD",

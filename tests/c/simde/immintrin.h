@@ -26,6 +26,13 @@
 #define _mm512_mask_broadcast_i64x2(v, k, a) _mm512_mask_mov_epi64(v, k, _mm512_broadcast_i32x4(a))
 #define _mm512_movehdup_ps(a) _mm512_shuffle_ps(a, a, 0xf5)
 #define _mm512_maskz_loadu_epi8(k, p) simde_lacks_maskz_loadu_epi8(k, p)
+#define _mm_maskz_loadu_epi8(k, p) simde_lacks_maskz_loadu_epi8_16(k, p)
+#undef _mm512_mask_storeu_ps /* SIMDe's writes all lanes */
+#define _mm512_mask_storeu_ps(p, k, v) simde_lacks_mask_storeu_ps(p, k, v)
+#define _mm512_maskz_loadu_epi32(k, p) _mm512_castps_si512(_mm512_maskz_loadu_ps(k, p))
+#define _mm512_maskz_cvt_roundps_epi32(k, v, mode) simde_lacks_maskz_cvtps_epi32(k, v)
+#define _mm512_cvtepi32_epi8(v) simde_lacks_cvtepi32_epi8(v)
+#define _mm512_reduce_add_epi32(v) simde_lacks_reduce_add_epi32(v)
 #define _mm512_cvtepi8_epi32(a) _mm512_cvtepi16_epi32(_mm256_cvtepi8_epi16(a))
 #define _mm512_cvtepu8_epi32(a) _mm512_cvtepu16_epi32(_mm256_cvtepu8_epi16(a))
 
@@ -33,5 +40,42 @@ static inline __m512i simde_lacks_maskz_loadu_epi8(__mmask64 k, const void *p) {
     uint8_t b[64];
     for (int i = 0; i < 64; i++) b[i] = k >> i & 1 ? ((const uint8_t *)p)[i] : 0;
     return _mm512_loadu_si512(b);
+}
+
+static inline __m128i simde_lacks_maskz_loadu_epi8_16(__mmask16 k, const void *p) {
+    uint8_t b[16];
+    for (int i = 0; i < 16; i++) b[i] = k >> i & 1 ? ((const uint8_t *)p)[i] : 0;
+    return _mm_loadu_si128((const __m128i *)(const void *)b);
+}
+
+static inline void simde_lacks_mask_storeu_ps(void *p, __mmask16 k, __m512 v) {
+    float f[16];
+    _mm512_storeu_ps(f, v);
+    for (int l = 0; l < 16; l++)
+        if (k >> l & 1) memcpy((char *)p + 4 * l, &f[l], 4);
+}
+
+/* To nearest, as the rounding mode is wherever kernels run. */
+static inline __m512i simde_lacks_maskz_cvtps_epi32(__mmask16 k, __m512 v) {
+    float f[16];
+    int32_t i[16];
+    _mm512_storeu_ps(f, v);
+    for (int l = 0; l < 16; l++) i[l] = k >> l & 1 ? (int32_t)lrintf(f[l]) : 0;
+    return _mm512_loadu_si512(i);
+}
+
+static inline __m128i simde_lacks_cvtepi32_epi8(__m512i v) {
+    int32_t i[16];
+    int8_t b[16];
+    _mm512_storeu_si512(i, v);
+    for (int l = 0; l < 16; l++) b[l] = (int8_t)i[l];
+    return _mm_loadu_si128((const __m128i *)(const void *)b);
+}
+
+static inline int simde_lacks_reduce_add_epi32(__m512i v) {
+    int32_t i[16], sum = 0;
+    _mm512_storeu_si512(i, v);
+    for (int l = 0; l < 16; l++) sum += i[l];
+    return sum;
 }
 #endif
