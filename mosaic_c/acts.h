@@ -6,8 +6,8 @@
 
 enum { MCI_ACTS_TOK = 32 }; /* tokens a thread holds */
 
-/* Makes room in every thread for rows of `cols`, where weights of this dtype need it (at bind, under
- * the lock). */
+/* Makes room in every thread for rows of `cols`, where weights of this dtype need it (at bind,
+ * under the lock). */
 int mci_acts_reserve(mc_engine *e, int dtype, int64_t cols, mc_error *err);
 /* The n <= MCI_ACTS_TOK rows x[0..n) of w's columns, quantised as w needs them. In one parallel
  * region the same x is quantised once a thread; the next region says mci_acts_forget. */

@@ -6,6 +6,8 @@
 
 #define TYPE(t) (1u << (t))
 
+/* Kernels rely on: block_cols 0 or at most MCI_BLOCK and a multiple of 32, block_rows 1 or
+ * MCI_SCALE_ROWS (see also mci_mat_ref in expert.h, where both are a byte). */
 const mci_dtype *mci_dtype_get(int dtype) {
     static const mci_dtype table[] = {
         [MC_F32] = {"F32", 32, false, 0, {{0, 0}}},

@@ -4,7 +4,9 @@
 #define MCI_DTYPE_H
 #include "base.h"
 
-#define MCI_BLOCK 128 /* K block of the canonical dot product where the format has none of its own */
+/* K block of the canonical dot product where the format has none of its own; the largest of all */
+#define MCI_BLOCK 128
+#define MCI_SCALE_ROWS 128 /* block_rows where it is not 1 */
 #define MCI_MAX_SHAPES 4
 
 typedef struct mci_dtype {
@@ -44,8 +46,8 @@ typedef struct mci_mat {
     bool no_nan; /* FP8 whose bytes were searched (mci_ops.f8_has_nan): kernels need not watch */
 } mci_mat;
 
-/* Checks shape and format of a tensor, whose bytes nobody looked at yet; bytes, scale_bytes: what it
- * takes. name: for the error (MC_EFORMAT). */
+/* Checks shape and format of a tensor, not whether its bytes and scales lie inside their files.
+ * bytes, scale_bytes: what they take, 0 on failure. name: for the error (MC_EFORMAT). */
 int mci_format_check(const mc_tensor *t, const char *name, int64_t *bytes, int64_t *scale_bytes,
                      mc_error *err);
 /* The checked tensor t, now in memory. */
@@ -55,10 +57,13 @@ static inline mci_mat mci_mat_of(const mc_tensor *t, const void *data, const voi
                      .block_rows = t->block_rows, .block_cols = t->block_cols};
 }
 
+/* Bytes of `cols` elements of an existing dtype, rounded up. */
 int64_t mci_row_bytes(int dtype, int64_t cols);
 
 /* Columns of a K block, and how many blocks a row has. */
-static inline int64_t mci_mat_block(const mci_mat *w) { return w->block_cols ? w->block_cols : MCI_BLOCK; }
+static inline int64_t mci_mat_block(const mci_mat *w) {
+    return w->block_cols ? w->block_cols : MCI_BLOCK;
+}
 static inline int64_t mci_mat_blocks(const mci_mat *w) {
     return (w->cols + mci_mat_block(w) - 1) / mci_mat_block(w);
 }
@@ -83,7 +88,8 @@ static inline int mci_scale_size(const mci_mat *w) {
 /* The scales of row r, for a matrix that has any, and that of its K block b. */
 static inline const uint8_t *mci_scale_row(const mci_mat *w, int64_t r) {
     /* block_rows is 1 or 128, and a division by what the compiler does not know costs 20 cycles */
-    return w->scale + (w->block_rows == 1 ? r : r / MCI_BLOCK) * mci_mat_scales(w) * mci_scale_size(w);
+    if (w->block_rows != 1) r /= MCI_SCALE_ROWS;
+    return w->scale + r * mci_mat_scales(w) * mci_scale_size(w);
 }
 static inline float mci_scale_of(const mci_mat *w, const uint8_t *row, int64_t b) {
     return mci_scale_at(w->scale_dtype, row, w->block_cols ? b : 0);

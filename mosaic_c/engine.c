@@ -67,9 +67,9 @@ void mci_leave(mc_engine *e) {
     pthread_mutex_unlock(&e->lock);
 }
 
-/* Replaces *p of `old` bytes by a larger block, so the budget sees the difference alone; what earlier
- * blocks rely on stays when the new one is refused. Its pages are untouched until then: both at once
- * cost no memory. */
+/* Replaces *p of `old` bytes by a larger block, so the budget sees the difference alone; what
+ * earlier blocks rely on stays when the new one is refused. Its pages are untouched until then:
+ * both at once cost no memory. */
 static int grow(mc_engine *e, uint8_t **p, int64_t old, int64_t bytes, const char *what,
                 mc_error *err) {
     void *new;

@@ -1,5 +1,5 @@
-/* engine.h - struct mc_engine, the context that every block is created from: kernels, threads, files,
- * accounted memory, one scratch arena, one lock. It knows nothing of blocks.
+/* engine.h - struct mc_engine, the context that every block is created from: kernels, threads,
+ * files, accounted memory, one scratch arena, one lock. It knows nothing of blocks.
  *
  * Every public call that computes is bracketed by mci_enter / mci_leave: fork check, lock, floating
  * point mode, scratch reset. So one call runs at a time and scratch needs no owner. */

@@ -38,8 +38,10 @@ typedef struct mci_read {
     uint8_t *fresh; /* memory never touched so far, of fresh_bytes: the lane makes its pages exist
                        before it reads into them; NULL: none */
     int64_t fresh_bytes;
-    bool (*scan)(const uint8_t *p, int64_t n); /* NULL, or the lane asks it of every run read, and */
-    bool found;     /* is true where it was of any */
+    /* NULL, or called by the lane, outside read_s, on the bytes of each run (gaps between matrices
+     * included) once all were read */
+    bool (*scan)(const uint8_t *p, int64_t n);
+    bool found;     /* scan was true of some run */
     mc_error err;   /* code 0: complete */
     int64_t bytes;  /* taken from the file, superset included */
     struct mci_read *next;

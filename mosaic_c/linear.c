@@ -6,8 +6,8 @@
 
 #include <stdlib.h>
 
-/* Bytes of a matrix a thread takes at once, of gate and up each: smaller claims waste bandwidth (64 KB costs 20-45 %),
- * much larger ones leave threads idle at the end. */
+/* Bytes of a matrix a thread takes at once, of gate and up each: smaller claims waste bandwidth
+ * (64 KB costs 20-45 %), much larger ones leave threads idle at the end. */
 #define CLAIM_BYTES (128 << 10)
 
 /* ---- tensors ---- */
@@ -100,13 +100,14 @@ typedef struct jobs_ctx {
     const mci_job *jobs;
 } jobs_ctx;
 
-static int64_t job_step(const mci_job *j) {
-    int64_t row = mci_row_bytes(j->w->dtype, j->w->cols);
-    int64_t rows = MCI_MAX(CLAIM_BYTES / row, 1);
+int64_t mci_chunk_rows(const mci_mat *w, int64_t n_tok) {
+    int64_t rows = MCI_MAX(CLAIM_BYTES / mci_row_bytes(w->dtype, w->cols), 1);
     /* each chunk quantises its tokens again */
-    if (mci_dtype_get(j->w->dtype)->integer && j->n_tok > MCI_ACTS_TOK) rows = MCI_MAX(rows, 512);
-    return mci_round_up(rows, 16);
+    if (mci_dtype_get(w->dtype)->integer && n_tok > MCI_ACTS_TOK) rows = MCI_MAX(rows, 512);
+    return mci_round_up(rows, 16); /* kernels take up to 16 rows side by side */
 }
+
+static int64_t job_step(const mci_job *j) { return mci_chunk_rows(j->w, j->n_tok); }
 
 static int64_t job_chunks(const mci_job *j) {
     int64_t step = job_step(j);

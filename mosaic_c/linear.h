@@ -35,6 +35,8 @@ typedef struct mci_job {
     int64_t n_tok;
 } mci_job;
 
+/* Rows of w in a chunk, what a thread computes at once. */
+int64_t mci_chunk_rows(const mci_mat *w, int64_t n_tok);
 /* Runs all jobs as one parallel region; chunks are blocks of rows. */
 void mci_run_jobs(mc_engine *e, const mci_job *jobs, int n);
 
@@ -47,12 +49,13 @@ typedef struct mci_mlp {
 } mci_mlp;
 
 /* out = down(silu(gate x) * up x) of n <= MCI_MLPS at once: one parallel region for gate and up,
- * one for down. The row pointers of one follow those of the one before; act and up are scratch rows of
- * its width. */
+ * one for down. The row pointers of one follow those of the one before; act and up are scratch
+ * rows of its width. */
 void mci_run_mlps(mc_engine *e, const mci_mlp *m, int n, const float *const *x, float *const *act,
                   float *const *up, float *const *out);
 
-/* y = norm(x) and x = x + (rows + bias), row by row in parallel: (n, width) each; bias may be NULL. */
+/* y = norm(x) and x = x + (rows + bias), row by row in parallel: (n, width) each; bias may be
+ * NULL. */
 void mci_norm_rows(mc_engine *e, const float *x, const float *w, float eps, int64_t n,
                    int64_t width, float *y);
 void mci_add_rows(mc_engine *e, float *rows, const float *bias, int64_t n, int64_t width, float *x);

@@ -169,7 +169,7 @@ typedef struct mc_kv mc_kv;
 typedef struct mc_session mc_session;
 typedef struct mc_step mc_step;
 
-/* Shape of the mutable state of one sequence, and of the pool that holds KV pages of all of them. */
+/* Shape of the mutable state of one sequence, and of the pool that holds the KV pages of all. */
 typedef struct mc_kv_desc {
     int32_t n_attn;              /* full-attention layers */
     int32_t n_kv_head, head_dim;
@@ -243,7 +243,7 @@ int mc_attn_create(mc_engine *e, const mc_attn_desc *d, mc_attn **out, mc_error 
 void mc_attn_free(mc_attn *a);
 /* x (n_tok, hidden) += mixer(norm(x)) for the step's chunk. */
 int mc_attn_forward(mc_attn *a, mc_step *st, float *x, mc_error *err);
-/* Scratch that blocks of this shape need, tensors apart. Pure; MC_EINVAL for an impossible shape. */
+/* Scratch that blocks of this shape need, tensors apart. Pure; MC_EINVAL: an impossible shape. */
 int64_t mc_attn_scratch(const mc_attn_desc *d, int32_t threads);
 /* inv_freq (dim/2) and cos, sin (dim/2) at a position, as the attention uses them. */
 int mc_rope_table(double theta, int32_t dim, int64_t pos, float *inv_freq, float *c, float *s);
@@ -307,7 +307,8 @@ typedef struct mc_moe_desc {
     mc_tensor shared_gate;               /* (1, hidden), sigmoid; absent: weight 1 */
 } mc_moe_desc;
 
-/* experts: n_expert of them (read during the call); store NULL and experts NULL for a dense layer. */
+/* experts: n_expert of them (read during the call); store NULL and experts NULL for a dense
+ * layer. */
 int mc_moe_create(mc_engine *e, mc_store *s, const mc_moe_desc *d, const mc_expert *experts,
                   mc_moe **out, mc_error *err);
 void mc_moe_free(mc_moe *m);
@@ -330,8 +331,9 @@ int mc_policy_replay(int32_t policy, int32_t n_layer, int32_t n_expert, int64_t 
 
 /* n unscaled values of a dtype to float32, exactly. */
 int mc_decode(int32_t dtype, const void *src, int64_t n, float *dst, mc_error *err);
-/* y (n_tok, rows) = x * W^T by the named kernel set (NULL: the best). t: rows, cols, dtype, scale
- * dtype and block of W, whose files are not looked at: w, scale are its bytes (scale NULL: none). */
+/* y (n_tok, rows) = x (n_tok, cols) * W^T by the named kernel set (NULL: the best), in the calling
+ * thread. t: rows, cols, dtype, scale dtype and block of W, whose files are not looked at: w, scale
+ * are its bytes, at any alignment (scale NULL: none). MC_EINVAL, MC_EFORMAT, MC_ENOMEM. */
 int mc_gemm(const char *isa, const mc_tensor *t, const void *w, const void *scale, const float *x,
             int64_t n_tok, float *y, mc_error *err);
 

@@ -6,19 +6,22 @@
 #include "cpu.h"
 #include "pool.h"
 
-/* Best first. */
+/* Best first: a CPU that runs one runs all after it. */
 static const mci_ops *const sets[] = {&mci_ops_avx512vnni, &mci_ops_avx512, &mci_ops_avx2,
                                       &mci_ops_ref};
+static const char names[] = "avx512vnni avx512 avx2 scalar"; /* theirs, in that order */
 enum { N_SETS = (int)(sizeof sets / sizeof *sets) };
+
+const mci_ops *mci_ops_set(int i) { return i >= 0 && i < N_SETS ? sets[i] : NULL; }
 
 static bool runs(const mci_ops *o) {
     return o->gemm && (o->features & ~mci_cpu_features()) == 0;
 }
 
 const char *mc_engine_isas(void) {
-    if (runs(&mci_ops_avx512vnni)) return "avx512vnni avx512 avx2 scalar";
-    if (runs(&mci_ops_avx512)) return "avx512 avx2 scalar";
-    return runs(&mci_ops_avx2) ? "avx2 scalar" : "scalar";
+    const char *from = names;
+    for (int i = 0; !runs(sets[i]); i++) from += strlen(sets[i]->name) + 1;
+    return from;
 }
 
 int mci_ops_get(const char *name, const mci_ops **out, mc_error *err) {

@@ -4,10 +4,11 @@
  * Letters: T tokens, H hidden, K columns of a weight row, D head dim.
  *
  * Canonical order (docs/design.md section 4). Dot product of a row w with x: K is cut into blocks
- * (of the columns that share a scale, of 128 where there is none or one a row); inside a block lane l = (c - block start) mod 8 does acc[l] = fma(w_c, x_c,
- * acc[l]) over increasing c from +0; at the block's end tot[l] = fma(acc[l], scale, tot[l]); at the
- * row's end ((t0+t4)+(t2+t6)) + ((t1+t5)+(t3+t7)). Sums (norms, softmax) use the same 8 lanes over
- * the whole length and the same tree. */
+ * (of the columns that share a scale, of 128 where there is none or one a row); inside a block
+ * lane l = (c - block start) mod 8 does acc[l] = fma(w_c, x_c, acc[l]) over increasing c from +0;
+ * at the block's end tot[l] = fma(acc[l], scale, tot[l]); at the row's end ((t0+t4)+(t2+t6)) +
+ * ((t1+t5)+(t3+t7)). Sums (norms, softmax) use the same 8 lanes over the whole length and the
+ * same tree. */
 #ifndef MCI_OPS_H
 #define MCI_OPS_H
 #include "base.h"
@@ -38,8 +39,8 @@ typedef struct mci_delta_args {
 
 /* One token's activations for the integer path, in groups of columns (the columns of w that share a
  * scale): x = q * s. q is padded with 0 to a multiple of 8, and each 8 columns lie in the order
- * 0 2 4 6 1 3 5 7, so that the low halves of 4 weight bytes meet the first 4 and the high halves the
- * others. */
+ * 0 2 4 6 1 3 5 7, so that the low halves of 4 weight bytes meet the first 4 and the high halves
+ * the others. */
 typedef struct mci_qact {
     const int8_t *q;   /* (round_up(K, 8)) */
     const float *s;    /* (groups) */
@@ -62,7 +63,8 @@ typedef struct mci_ops {
     void (*quantise)(const float *x, int64_t n, int64_t group, int8_t *q, float *s, int32_t *q8);
     /* Is any of n FP8 codes a NaN (0x7f, 0xff)? */
     bool (*f8_has_nan)(const uint8_t *p, int64_t n);
-    /* y = x * (1 / sqrt(mean(x^2) + eps)) * w ; the mean is sum / n; y may be x. Order: (x * r) * w. */
+    /* y = x * (1 / sqrt(mean(x^2) + eps)) * w ; the mean is sum / n; y may be x. Order: (x * r) *
+     * w. */
     void (*rmsnorm)(const float *x, const float *w, float eps, int64_t n, float *y);
     /* x = x * (1 / sqrt(sum(x^2) + eps)) * scale, as (x * r) * scale. In place. */
     void (*l2norm)(float *x, float eps, float scale, int64_t n);
@@ -87,9 +89,9 @@ typedef struct mci_ops {
      * o_j = sum_k in order fma(S[k][j], query[k], o_j). */
     void (*delta)(const mci_delta_args *a);
     /* Depthwise causal convolution of T tokens, channels c0..c1, then silu:
-     * y[t][c] = silu(sum_{j in order} fma(w[c*kernel + j], u[t - kernel+1 + j][c], .) from +0), where u of
-     * negative time comes from state_in (kernel-1, C) (oldest first). state_out (may be state_in)
-     * receives the last kernel-1 inputs. x, y (T, C) rows, x is not y. */
+     * y[t][c] = silu(sum_{j in order} fma(w[c*kernel + j], u[t - kernel+1 + j][c], .) from +0),
+     * where u of negative time comes from state_in (kernel-1, C) (oldest first). state_out (may
+     * be state_in) receives the last kernel-1 inputs. x, y (T, C) rows, x is not y. */
     void (*conv)(const float *x, int64_t n_tok, int64_t c_total, int64_t c0, int64_t c1,
                  const float *w, int64_t kernel, const float *state_in, float *state_out, float *y);
     /* Elementwise exp, sigmoid, softplus: y[i] = f(x[i]); the functions all kernels use. */
@@ -101,7 +103,9 @@ typedef struct mci_ops {
 } mci_ops;
 
 extern const mci_ops mci_ops_ref;
-extern const mci_ops mci_ops_avx2, mci_ops_avx512, mci_ops_avx512vnni; /* functions NULL where it is no x86-64 build */
+/* functions NULL where it is no x86-64 build */
+extern const mci_ops mci_ops_avx2, mci_ops_avx512, mci_ops_avx512vnni;
+const mci_ops *mci_ops_set(int i); /* all of them, best first; NULL: no more */
 
 /* name NULL: the best set this CPU runs. Unknown or not runnable here: MC_EINVAL, naming those
  * that are. */

@@ -135,6 +135,26 @@ AVX2_INLINE __m256 softplus8(__m256 x) {
     return _mm256_add_ps(_mm256_max_ps(x, _mm256_setzero_ps()), l); /* max(NaN, 0) is 0 here */
 }
 
+/* FP8 of few tokens, in both vector sets: xs[t] = x[t] * 2^120, kept in `scaled`. True where the
+ * weights hold no NaN code, there is room, and no finite |x| reaches 128, so that this is exact;
+ * infinity and NaN scale to themselves. */
+enum { MCI_MAX_SCALED = 8192 };
+AVX2_INLINE bool mci_avx2_scale_x(const mci_mat *w, const float *const *x, int64_t n_tok,
+                                  float *scaled, const float **xs) {
+    const int64_t n = w->cols;
+    __m256 big = _mm256_setzero_ps();
+    if (!w->no_nan || n_tok * n > MCI_MAX_SCALED) return false;
+    for (int64_t t = 0; t < n_tok; t++, scaled += n) {
+        xs[t] = scaled;
+        for (int64_t i = 0; i < n; i += 8) {
+            __m256 v = load_up_to(x[t] + i, n - i), a = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v);
+            big = _mm256_or_ps(big, _mm256_cmp_ps(a, _mm256_set1_ps(128.0f), _CMP_GE_OQ));
+            store_up_to(scaled + i, _mm256_mul_ps(v, _mm256_set1_ps(0x1p+120f)), n - i);
+        }
+    }
+    return _mm256_movemask_ps(big) == 0;
+}
+
 /* ops_avx2.c; ops_avx512.c names them in its own table */
 void mci_avx2_vexp(const float *x, int64_t n, float *y);
 void mci_avx2_vsigmoid(const float *x, int64_t n, float *y);

@@ -9,7 +9,8 @@
  *                 tokens at a time: 12 accumulators, 3 of x and 1 of w fill the 16 registers.
  *
  * A NaN weight makes the row's result NaN whatever x is, so FP8 rows are decoded as if no NaN
- * existed while a byte maximum watches for 0x7f and 0xff; a row that has one is set to NaN.
+ * existed while a byte maximum watches for 0x7f and 0xff, unless w->no_nan; a row that has one is
+ * set to NaN.
  *
  * The K block is a constant of each kernel. MXFP4 of few tokens: ops_avx2_f4.c. */
 #include "ops.h"
@@ -26,14 +27,12 @@ enum {
     STRETCH = 128,                  /* columns prefetched at a time; whole K blocks */
     TILE_COLS = 512,                /* of a tile: 4 x 512 floats, 8 KB */
     TILE_BLOCKS = TILE_COLS / 32,   /* of the smallest K block */
-    MAX_SCALED = 8192,              /* floats of x * 2^120 on the stack */
     TOK = 96,                       /* tokens per pass over the weights; totals take 12 KB */
 };
 
 /* FP8 for tokens whose x is small: a kernel of its own, not a storage type. */
 enum { F8 = MC_F8E4M3, F8_SMALL = 100 };
 
-AVX2_INLINE bool is_f8(int dtype) { return dtype == F8 || dtype == F8_SMALL; }
 AVX2_INLINE bool is_scaled(int dtype) { return dtype > MC_F16; }
 
 /* Bytes that n columns take. */
@@ -71,18 +70,6 @@ AVX2_INLINE __m256 decode8(const uint8_t *p, const int dtype) {
     if (dtype == F8_SMALL) return _mm256_castsi256_ps(b);
     return _mm256_fmadd_ps(_mm256_castsi256_ps(b), _mm256_set1_ps(0x1p+120f),
                            _mm256_set1_ps(-0.0f));
-}
-
-/* y = x * 2^120 where no finite |x| reaches 128, so that this is exact, infinity and NaN included;
- * false otherwise. */
-AVX2 static bool scale_small(const float *x, int64_t n, float *y) {
-    __m256 big = _mm256_setzero_ps();
-    for (int64_t i = 0; i < n; i += 8) {
-        __m256 v = load_up_to(x + i, n - i), a = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v);
-        big = _mm256_or_ps(big, _mm256_cmp_ps(a, _mm256_set1_ps(128.0f), _CMP_GE_OQ));
-        store_up_to(y + i, _mm256_mul_ps(v, _mm256_set1_ps(0x1p+120f)), n - i);
-    }
-    return _mm256_movemask_ps(big) == 0;
 }
 
 /* The last n < 8 weights of a row, padded with +0. */
@@ -127,13 +114,6 @@ AVX2_INLINE bool watch_saw(const watch *w) {
     return _mm256_movemask_epi8(_mm256_or_si256(a, b)) != 0;
 }
 
-/* Rare: some row of the group has a NaN code. Which? */
-AVX2 static bool row_has_nan(const uint8_t *p, int64_t n) {
-    watch w = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-    watch_bytes(&w, p, n);
-    return watch_saw(&w);
-}
-
 /* ---- few tokens: decode on the fly ----------------------------------------------------------- */
 
 /* acc[r][t] = the dot product of n columns of nr rows and nt tokens, in lanes. All but n, and for a
@@ -150,7 +130,7 @@ AVX2_INLINE void dot_block(const uint8_t *const *p, const int nr, const float *c
     int64_t c = 0;
     for (; c + 8 <= n; c += 8) {
         __m256 xv[DIRECT_TOK];
-        UNROLL for (int t = 0; t < nt; t++) 
+        UNROLL for (int t = 0; t < nt; t++)
             xv[t] = in_register(_mm256_loadu_ps(x[t] + c));
         UNROLL for (int r = 0; r < nr; r++) {
             __m256 v = in_register(decode8(p[r] + bytes_of(c, dtype), dtype));
@@ -181,7 +161,8 @@ AVX2_INLINE void dot_rows(const mci_mat *w, const int64_t *row, const int nr,
     UNROLL for (int r = 0; r < nr; r++) {
         p[r] = w->data + row[r] * bytes_of(K, dtype);
         scales[r] = is_scaled(dtype) ? mci_scale_row(w, row[r]) : NULL;
-        if (is_scaled(dtype) && !is_f8(dtype)) /* those of the row after the next */
+        /* those of the row after the next */
+        if (is_scaled(dtype) && dtype != F8 && dtype != F8_SMALL)
             for (int64_t i = 0, n = mci_mat_scales(w) * mci_scale_size(w); i < n; i += 64)
                 _mm_prefetch((const char *)scales[r] + 2 * n + i, _MM_HINT_T0);
         UNROLL for (int t = 0; t < nt; t++) tot[r][t] = _mm256_setzero_ps();
@@ -213,7 +194,7 @@ AVX2_INLINE void dot_rows(const mci_mat *w, const int64_t *row, const int nr,
         UNROLL for (int t = 0; t < nt; t++) y[t][row[r]] = tree8(tot[r][t]);
     if (dtype != F8 || !watch_saw(&nan)) return;
     UNROLL for (int r = 0; r < nr; r++)
-        if (row_has_nan(w->data + row[r] * K, K))
+        if (mci_avx2_f8_has_nan(w->data + row[r] * K, K))
             UNROLL for (int t = 0; t < nt; t++) y[t][row[r]] = NAN;
 }
 
@@ -280,7 +261,7 @@ AVX2_INLINE void many_tokens(const mci_mat *w, int64_t r0, int64_t r1, const flo
             for (int i = 0; i < ROWS; i++) { /* rows past the end repeat the last one */
                 const int64_t at = r + MCI_MIN(i, nr - 1);
                 const uint8_t *p = w->data + at * bytes_of(K, dtype) + bytes_of(k0, dtype);
-                if (is_f8(dtype)) watch_bytes(&nan, p, n);
+                if (dtype == F8 && !w->no_nan) watch_bytes(&nan, p, n);
                 int64_t c = 0;
                 for (; c + 8 <= n; c += 8)
                     _mm256_storeu_ps(m.w[i] + c, decode8(p + bytes_of(c, dtype), dtype));
@@ -308,9 +289,9 @@ AVX2_INLINE void many_tokens(const mci_mat *w, int64_t r0, int64_t r1, const flo
         for (int64_t t = 0; t < n_tok; t++)
             for (int64_t i = 0; i < nr; i++)
                 y[t][r + i] = tree8(_mm256_loadu_ps(tot + (t * ROWS + i) * 8));
-        if (!is_f8(dtype) || !watch_saw(&nan)) continue;
+        if (dtype != F8 || !watch_saw(&nan)) continue;
         for (int64_t i = 0; i < nr; i++)
-            if (row_has_nan(w->data + (r + i) * K, K))
+            if (mci_avx2_f8_has_nan(w->data + (r + i) * K, K))
                 for (int64_t t = 0; t < n_tok; t++) y[t][r + i] = NAN;
     }
 }
@@ -358,7 +339,13 @@ FORMAT(f32, MC_F32, 128, 8)
 FORMAT(bf16, MC_BF16, 128, 8)
 FORMAT(f16, MC_F16, 128, 8)
 FORMAT(f8, F8, 128, 5)
-FORMAT(f8_small, F8_SMALL, 128, 5)
+
+FEW(f8_small_1, 1, F8_SMALL, 128)
+FEW(f8_small_2, 2, F8_SMALL, 128)
+FEW(f8_small_3, 3, F8_SMALL, 128)
+static const format f8_small = {{f8_small_1_4rows, f8_small_2_4rows, f8_small_3_4rows},
+                                {f8_small_1_1row, f8_small_2_1row, f8_small_3_1row}, NULL, 0};
+
 FORMAT(i8, MC_INT8, 128, 8)
 FORMAT(i8_64, MC_INT8, 64, 8)
 FORMAT(i8_32, MC_INT8, 32, 8)
@@ -373,21 +360,17 @@ static const format *format_of(const mci_mat *w) {
     case MC_F16: return &f16;
     case MC_F4E2M1: return &f4;
     case MC_INT8: return w->block_cols == 32 ? &i8_32 : w->block_cols == 64 ? &i8_64 : &i8;
-    default: return &f8;
+    case MC_F8E4M3: return &f8;
+    default: return NULL;
     }
 }
 
 /* Up to 3 tokens, decoding on the fly. */
 AVX2 static void few_tokens(const mci_mat *w, const format *f, int64_t r0, int64_t r1,
                             const float *const *x, int64_t n, float *const *y) {
-    _Alignas(32) float scaled[MAX_SCALED];
+    _Alignas(32) float scaled[MCI_MAX_SCALED];
     const float *xs[DIRECT_TOK];
-    bool small = f == &f8 && w->no_nan && n * w->cols <= MAX_SCALED;
-    for (int64_t t = 0; t < n && small; t++) {
-        xs[t] = scaled + t * w->cols;
-        small = scale_small(x[t], w->cols, scaled + t * w->cols);
-    }
-    if (small) {
+    if (f == &f8 && mci_avx2_scale_x(w, x, n, scaled, xs)) {
         f = &f8_small;
         x = xs;
     }
@@ -402,6 +385,10 @@ AVX2 static void few_tokens(const mci_mat *w, const format *f, int64_t r0, int64
 AVX2 void mci_avx2_gemm(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x,
                         int64_t n_tok, float *const *y) {
     const format *f = format_of(w);
+    if (!f) { /* right before it is fast */
+        mci_ops_ref.gemm(w, r0, r1, x, n_tok, y);
+        return;
+    }
     for (int64_t left = n_tok, n; left > 0; left -= n, x += n, y += n) {
         if (left > f->few) {
             const int64_t passes = (left + TOK - 1) / TOK; /* of equal size */

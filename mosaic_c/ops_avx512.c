@@ -1,7 +1,8 @@
 /* ops_avx512.c - the AVX-512 kernel sets.
  *
- * Matrix products are their own; all else keeps its AVX2 kernel, which gives the same bits and runs
- * wherever these do. */
+ * Matrix products and quantisation are their own; all else keeps its AVX2 kernel, which gives the
+ * same bits and runs wherever these sets do. avx512vnni differs in the product of int4 weights, for
+ * which such a CPU has an instruction. */
 #include "ops.h"
 
 #include "cpu.h"

@@ -44,12 +44,7 @@ AVX512_INLINE __m512 in_register(__m512 v) {
     return v;
 }
 
-AVX512_INLINE __m512i words_in_register(__m512i v) {
-    __asm__("" : "+v"(v));
-    return v;
-}
-
-AVX512_INLINE __m512i bytes_in_register(__m512i v) {
+AVX512_INLINE __m512i ints_in_register(__m512i v) {
     __asm__("" : "+v"(v));
     return v;
 }
@@ -80,13 +75,6 @@ AVX512_INLINE void watch_bytes(watch *w, const uint8_t *p, int64_t n) {
 AVX512_INLINE bool watch_saw(const watch *w) {
     return (_mm512_cmpeq_epi8_mask(w->smax, _mm512_set1_epi8(0x7f)) |
             _mm512_cmpeq_epi8_mask(w->umax, _mm512_set1_epi8(-1))) != 0;
-}
-
-/* Rare: some row of the group has a NaN code. Which? */
-AVX512_INLINE bool row_has_nan(const uint8_t *p, int64_t n) {
-    watch w = watch_none();
-    watch_bytes(&w, p, n);
-    return watch_saw(&w);
 }
 
 /* ---- sixteen rows side by side --------------------------------------------------------------- */
@@ -188,8 +176,8 @@ AVX512_INLINE void side_scales(const mci_mat *w, const uint8_t *const *p, int64_
     UNROLL for (int i = 0; i < SIDE; i++) scale[i] = _mm512_castsi512_ps(v[i]);
 }
 
-/* ops_avx512_mx.c, ops_avx512_int4.c */
-void mci_avx512_mx(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x, int64_t n_tok,
+/* ops_avx512_f4.c, ops_avx512_int4.c */
+void mci_avx512_f4(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x, int64_t n_tok,
                    float *const *y);
 void mci_avx512_qgemm(const mci_mat *w, int64_t r0, int64_t r1, const mci_qact *x, int64_t n_tok,
                       float *const *y);

@@ -6,11 +6,12 @@
  * meet lanes 0..3 in one accumulator, columns 4..7 lanes 4..7 in another, and x is 4 floats
  * broadcast. Two quads are decoded on the fly for up to 4 tokens; meanwhile the next eight rows are
  * fetched in the order they have in memory, which pleases it more than a stream for each row.
- * MXFP4: ops_avx512_mx.c. Many tokens: ops_avx512_tile.c.
+ * MXFP4: ops_avx512_f4.c. Many tokens: ops_avx512_tile.c.
  *
  * A partial last K block is copied and padded, weights with +0 and x with -0: the products are -0,
  * the addend that changes nothing. A NaN weight makes the row's result NaN whatever x is, so FP8
- * rows are decoded as if no NaN existed while a byte maximum watches for 0x7f and 0xff. */
+ * rows are decoded as if no NaN existed while a byte maximum watches for 0x7f and 0xff, unless
+ * w->no_nan. */
 #include "ops.h"
 
 #if defined(__x86_64__)
@@ -23,17 +24,16 @@ enum {
     ROWS = 4 * QUADS,
     DIRECT_TOK = 4, /* tokens that share one decode */
     LINE = 64,      /* bytes of a row read at a time */
-    MAX_SCALED = 8192, /* floats of x * 2^120 on the stack */
 };
 
 /* Sixty-four bytes of each of four rows: v[i] has bytes 16i .. 16i+15 of all. Whole lines are read:
  * reading each row's 16 bytes to their place costs as little decoding but slows memory down. */
 AVX512_INLINE void load_quad(const uint8_t *const *p, int64_t at, __m512i v[4]) {
     /* in registers: folded into the shuffles each would be read twice, across two lines mostly */
-    const __m512i a = bytes_in_register(_mm512_loadu_si512(p[0] + at));
-    const __m512i b = bytes_in_register(_mm512_loadu_si512(p[1] + at));
-    const __m512i c = bytes_in_register(_mm512_loadu_si512(p[2] + at));
-    const __m512i d = bytes_in_register(_mm512_loadu_si512(p[3] + at));
+    const __m512i a = ints_in_register(_mm512_loadu_si512(p[0] + at));
+    const __m512i b = ints_in_register(_mm512_loadu_si512(p[1] + at));
+    const __m512i c = ints_in_register(_mm512_loadu_si512(p[2] + at));
+    const __m512i d = ints_in_register(_mm512_loadu_si512(p[3] + at));
     const __m512i ab01 = _mm512_shuffle_i32x4(a, b, 0x44), cd01 = _mm512_shuffle_i32x4(c, d, 0x44);
     const __m512i ab23 = _mm512_shuffle_i32x4(a, b, 0xee), cd23 = _mm512_shuffle_i32x4(c, d, 0xee);
     v[0] = _mm512_shuffle_i32x4(ab01, cd01, 0x88);
@@ -99,18 +99,6 @@ AVX512_INLINE void decode_quad(__m512i b, __m512 v[4], const int dtype) {
     }
 }
 
-/* y = x * 2^120 where no finite |x| reaches 128, so that this is exact, infinity and NaN included;
- * false otherwise. */
-AVX512 static bool scale_small(const float *x, int64_t n, float *y) {
-    for (int64_t i = 0; i < n; i += 16) {
-        __mmask16 in = (__mmask16)(n - i >= 16 ? 0xffff : (1 << (n - i)) - 1);
-        __m512 v = _mm512_maskz_loadu_ps(in, x + i);
-        if (_mm512_cmp_ps_mask(_mm512_abs_ps(v), _mm512_set1_ps(128.0f), _CMP_GE_OQ)) return false;
-        _mm512_mask_storeu_ps(y + i, in, _mm512_mul_ps(v, _mm512_set1_ps(0x1p+120f)));
-    }
-    return true;
-}
-
 /* ---- scales ---------------------------------------------------------------------------------- */
 
 AVX512_INLINE __m128i four_halves(const uint8_t *const *row, int64_t b) {
@@ -140,7 +128,7 @@ AVX512_INLINE __m512 quad_scale(const mci_mat *w, const uint8_t *const *row, int
 typedef __m512 sums[QUADS][DIRECT_TOK][2]; /* [2]: lanes 0..3 and 4..7 of four rows */
 
 /* acc = the dot products of n columns (whole lines) of nq quads and nt tokens; next: what to
- * prefetch, as many bytes. nq, nt, dtype and, for a whole block, n are constants. */
+ * prefetch, as many bytes. nq, nt, dtype and, but for INT8, n of a whole block are constants. */
 AVX512_INLINE void dot_block(const uint8_t *const *p, const int nq, const float *const *x,
                              const int nt, int64_t n, sums acc, watch *nan, const uint8_t *next,
                              const int dtype) {
@@ -247,7 +235,7 @@ AVX512_INLINE void dot_rows(const mci_mat *w, int64_t r, int64_t n, const int nq
     }
     if (dtype != F8 || !watch_saw(&nan)) return;
     for (int64_t i = 0; i < n; i++)
-        if (row_has_nan(w->data + (r + i) * K, K))
+        if (mci_avx2_f8_has_nan(w->data + (r + i) * K, K))
             for (int t = 0; t < nt; t++) y[t][r + i] = NAN;
 }
 
@@ -293,14 +281,9 @@ AVX512 static void few_tokens(const mci_mat *w, int64_t r0, int64_t r1, const fl
     const format *f = w->dtype == MC_F32 ? &f32 : w->dtype == MC_BF16 ? &bf16
                     : w->dtype == MC_F16 ? &f16 : w->dtype == F8 ? &f8
                     : w->block_cols == 32 ? &i8_32 : &i8;
-    _Alignas(64) float scaled[MAX_SCALED];
+    _Alignas(64) float scaled[MCI_MAX_SCALED];
     const float *xs[DIRECT_TOK];
-    bool small = f == &f8 && w->no_nan && n * w->cols <= MAX_SCALED;
-    for (int64_t t = 0; t < n && small; t++) {
-        xs[t] = scaled + t * w->cols;
-        small = scale_small(x[t], w->cols, scaled + t * w->cols);
-    }
-    if (small) {
+    if (f == &f8 && mci_avx2_scale_x(w, x, n, scaled, xs)) {
         f = &f8_small;
         x = xs;
     }
@@ -312,7 +295,11 @@ AVX512 static void few_tokens(const mci_mat *w, int64_t r0, int64_t r1, const fl
 AVX512 void mci_avx512_gemm(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x,
                             int64_t n_tok, float *const *y) {
     if (w->dtype == MC_F4E2M1) {
-        mci_avx512_mx(w, r0, r1, x, n_tok, y);
+        mci_avx512_f4(w, r0, r1, x, n_tok, y);
+        return;
+    }
+    if (w->dtype > MC_F8E4M3 && w->dtype != MC_INT8) { /* right before it is fast */
+        mci_ops_ref.gemm(w, r0, r1, x, n_tok, y);
         return;
     }
     for (int64_t left = n_tok, n; left > 0; left -= n, x += n, y += n) {

@@ -68,7 +68,7 @@ VNNI_INLINE __m512i end_vnni(__m512i acc, __m512i part, const int nt) {
 #define TARGET target(TARGET512)
 #define NAME(x) x##_words
 #define PAIR_TOKENS 4
-#include "ops_avx512_dot.h"
+#include "ops_avx512_int4_dot.h"
 #undef TARGET
 #undef NAME
 #undef PAIR_TOKENS
@@ -76,7 +76,7 @@ VNNI_INLINE __m512i end_vnni(__m512i acc, __m512i part, const int nt) {
 #define TARGET target(TARGET512_VNNI)
 #define NAME(x) x##_vnni
 #define PAIR_TOKENS 8
-#include "ops_avx512_dot.h"
+#include "ops_avx512_int4_dot.h"
 
 /* Columns k .. k+n of 16 rows. */
 AVX512_INLINE void fill_tile(int4_tile *m, const mci_mat *w, int64_t r0, int64_t r1, int64_t k,

@@ -47,7 +47,7 @@ AVX512_INLINE __m512 f8_value(__m512i top) {
 /* Sixteen weights of row a and of row b as f32, exactly; of FP8 all but the NaN codes. v[0]: the
  * first eight of a, then of b; v[1]: the other eight of both. */
 AVX512_INLINE void decode_pair(const uint8_t *a, const uint8_t *b, __m512 v[2], const int dtype) {
-    if (is_f8(dtype)) { /* both rows' bytes twice, so that a shuffle inside 128 bits finds them */
+    if (dtype == F8) { /* both rows' bytes twice, so that a shuffle inside 128 bits finds them */
         __m512i rows = _mm512_mask_broadcast_i64x2(_mm512_broadcast_i64x2(load16(a)), 0xf0,
                                                    load16(b));
         v[0] = f8_value(top_bytes(rows, 0));
@@ -86,7 +86,7 @@ AVX512_INLINE void fill_tile(tile *m, const mci_mat *w, int64_t r, int64_t last,
         const int64_t ra = MCI_MIN(r + 2 * i, last), rb = MCI_MIN(ra + 1, last);
         const uint8_t *a = w->data + (ra * w->cols + k0) * size;
         const uint8_t *b = w->data + (rb * w->cols + k0) * size;
-        if (is_f8(dtype)) {
+        if (dtype == F8 && !w->no_nan) {
             watch_bytes(nan, a, n);
             watch_bytes(nan, b, n);
         }
@@ -198,9 +198,9 @@ AVX512_INLINE void many_tokens(const mci_mat *w, int64_t r0, int64_t r1, const f
         for (int64_t t = 0; t < n_tok; t++)
             for (int64_t i = 0; i < nr; i++)
                 y[t][r + i] = tree8(_mm256_load_ps(tot + (t * ROWS + i) * 8));
-        if (!is_f8(dtype) || !watch_saw(&nan)) continue;
+        if (dtype != F8 || !watch_saw(&nan)) continue;
         for (int64_t i = 0; i < nr; i++)
-            if (row_has_nan(w->data + (r + i) * K, K))
+            if (mci_avx2_f8_has_nan(w->data + (r + i) * K, K))
                 for (int64_t t = 0; t < n_tok; t++) y[t][r + i] = NAN;
     }
 }

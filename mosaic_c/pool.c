@@ -1,8 +1,8 @@
 /* pool.c - worker threads that claim chunks of a region.
  *
  * `left` is the whole protocol: the number of unclaimed chunks. A claim is a compare-and-swap from
- * k > 0 to k - m and means the m chunks from n - k on: many at first, one at a time in the end, since
- * neighbours lie side by side in memory and a kernel that goes on to the next one finds it
+ * k > 0 to k - m and means the m chunks from n - k on: many at first, one at a time in the end,
+ * since neighbours lie side by side in memory and a kernel that goes on to the next one finds it
  * prefetched. A claim succeeds only while its region is open, and the region stays open until the
  * claimed chunks are counted in `done`; so fn, ctx and n, written before
  * `left` was opened, are stable for whoever holds a claim, and a worker that slept through regions

@@ -1,5 +1,5 @@
-/* session.h - the mutable state of sequences as the mixers see it: KV pages of a shared pool, conv and
- * recurrent state in two copies, and the chunk of tokens that a step is working on. */
+/* session.h - the mutable state of sequences as the mixers see it: KV pages of a shared pool,
+ * conv and recurrent state in two copies, and the chunk of tokens that a step is working on. */
 #ifndef MCI_SESSION_H
 #define MCI_SESSION_H
 #include "engine.h"

@@ -15,8 +15,8 @@ typedef struct mci_expert_view {
 } mci_expert_view;
 
 /* Checks and records the experts of layer d->layer, reads their scales. The store's own number of
- * experts, and at most its top-k; gate, up (width, hidden), down (hidden, width), bytes inside their
- * files. */
+ * experts, and at most its top-k; gate, up (width, hidden), down (hidden, width), bytes inside
+ * their files. */
 int mci_store_bind(mc_store *s, const mc_moe_desc *d, const mc_expert *experts, mc_error *err);
 void mci_store_retain(mc_store *s);
 void mci_store_release(mc_store *s);

@@ -100,6 +100,14 @@ def test_files_stay_small(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= limit
 
 
+@pytest.mark.parametrize(
+    "path", sorted([*C.rglob("*.[ch]"), *(ROOT / "tests" / "c").glob("*.[ch]")]), ids=lambda p: p.name
+)
+def test_lines_of_c_end_by_column_100(path):
+    lines = path.read_text(encoding="ascii").splitlines()
+    assert not [i for i, line in enumerate(lines, 1) if len(line) > 100 or line != line.rstrip()]
+
+
 def imports(path: Path) -> set[str]:
     out = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

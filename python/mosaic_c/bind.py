@@ -60,7 +60,7 @@ class Span:
     def scale_nbytes(self) -> int:
         if self.scale_dtype is None:
             return 0
-        rows, cols = self.block
+        rows, cols = self.block[0], self.block[1] or self.cols  # 0: the whole row
         return -(-self.rows // rows) * -(-self.cols // cols) * SIZES[self.scale_dtype]
 
 
@@ -119,7 +119,7 @@ class _Binder:
             return None
         rows, cols = (1, w.shape[0]) if len(w.shape) == 1 else (w.shape[0], w.shape[-1])
         out = np.zeros(1, TENSOR_DTYPE)
-        scale = (-(-rows // 128), -(-cols // 128)) if len(w.shape) == 2 else None
+        scale = (-(-rows // BLOCK), -(-cols // BLOCK)) if len(w.shape) == 2 else None
         self._fill(
             out, np.array([row]), np.array([self.t.row(w.name + SCALE)]), w.shape, scale,
             lambda i: w.name,
@@ -163,7 +163,7 @@ class _Binder:
         parts = zip(e.per_expert, single, shapes, strict=True)
         for part, (pattern, rows, shape) in enumerate(parts):
             scale_rows = self._rows(pattern + SCALE, e.count)
-            scale = (-(-shape[0] // 128), -(-shape[1] // 128))
+            scale = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
             self._fill(out[:, part], rows, scale_rows, shape, scale, _numbered(pattern))
             out["rows"][:, part], out["cols"][:, part] = shape
         return out
@@ -183,9 +183,9 @@ class _Binder:
             if row < 0:
                 self._lack([name])
                 return
-            scale = (e.count, -(-shape[1] // 128), -(-shape[2] // 128))
+            scale = (e.count, -(-shape[1] // BLOCK), -(-shape[2] // BLOCK))
             scale_row = self.t.row(name + SCALE)
-            if i == 0 and scale_row >= 0 and e.width % 128:
+            if i == 0 and scale_row >= 0 and e.width % BLOCK:
                 raise MosaicError(
                     f"{self.folder}: FP8 tensor {show(name)}: gate and up share scale blocks, "
                     f"expected an expert width that is a multiple of 128, got {e.width}",
@@ -197,7 +197,7 @@ class _Binder:
             )  # fmt: skip
         index = np.arange(e.count, dtype=np.int64)
         half = e.width * e.hidden  # elements of one matrix, the same for all three
-        blocks = -(-e.width // 128) * -(-e.hidden // 128)  # scales of one matrix, likewise
+        blocks = -(-e.width // BLOCK) * -(-e.hidden // BLOCK)  # scales of one matrix, likewise
         for part, (source, first, step) in enumerate(((0, 0, 2), (0, 1, 2), (1, 0, 1))):
             w, col = whole[source], out[:, part]
             col[:] = w

@@ -27,6 +27,8 @@ struct mc_bench {
     mc_bench_limits limits;
 };
 
+_Static_assert((int)PEAK_WAYS <= (int)MC_BENCH_READS, "room for every way of reading");
+
 static double read_gbs(mc_bench *b, int i) {
     return peak_read(b->e->pool, &b->way[i], b->mem, READ_BYTES, 3) * 1e-9;
 }

@@ -4,6 +4,8 @@
  * count on alignment. */
 #include "cases.h"
 
+#include "linear.h"
+
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,7 +14,7 @@
 /* ---- inputs ---------------------------------------------------------------------------------- */
 
 static rng seeded(const kcase *c, uint64_t salt) {
-    uint64_t s = salt * 1000003 + (uint64_t)c->in * 31 + (uint64_t)(c->dtype * 4 + c->scale) +
+    uint64_t s = salt * 1000003 + (uint64_t)c->in * 31 + (uint64_t)(c->dtype * 8 + c->scale) +
                  (uint64_t)c->block * 977;
     for (int i = 0; i < 5; i++) s = s * 6364136223846793005u + (uint64_t)c->n[i] + 1;
     return (rng){s};
@@ -126,7 +128,7 @@ static void run_rope(const mci_ops *o, const kcase *c, void *out, int64_t part, 
 }
 static const kop rope = {"rope", setup_rope, run_rope, 4};
 
-/* ---- gemm: rows, cols, tokens, scale kind ---------------------------------------------------- */
+/* ---- gemm: rows, cols, tokens ---------------------------------------------------- */
 
 enum { SKEW = 3 }; /* bytes the weights are off alignment; floats between rows of y */
 
@@ -214,11 +216,9 @@ mci_mat case_weights(kcase *c) {
 static void setup_product(kcase *c, double act_bytes) {
     const double rows = (double)c->n[0], cols = (double)c->n[1], T = (double)c->n[2];
     const int64_t row = mci_row_bytes(c->dtype, c->n[1]);
-    int64_t share = MCI_MAX((128 << 10) / row, 16);
-    if (c->n[2] > 3) share = MCI_MAX(share, 32);
-    share = mci_round_up(share, 16); /* as linear.c */
     floats(c, 0, c->n[2] * c->n[1], c->in);
     const mci_mat m = case_weights(c);
+    const int64_t share = mci_chunk_rows(&m, c->n[2]);
     double all = rows * (double)row;
     if (m.scale)
         all += rows / m.block_rows * (double)mci_mat_scales(&m) * mci_dtype_get(c->scale)->bits / 8;
@@ -394,9 +394,8 @@ static const int64_t lengths[] = {1,  2,  3,  7,   8,   9,   15,  16,   17,  31,
     ALL_FILLS(.op = &kernel, __VA_ARGS__, .n = {131, 300, 5}),                                     \
     ALL_FILLS(.op = &kernel, __VA_ARGS__, .n = {7, 257, LEN})
 #define GEMM(dt, sc, bl) PRODUCT(gemm, .dtype = dt, .scale = sc, .block = bl)
-#define QGEMM(sc, bl)                                                                              \
-    PRODUCT(qgemm, .dtype = MC_INT4, .scale = sc, .block = bl),                                    \
-    ALL_FILLS(.op = &quantise, .dtype = MC_INT4, .block = bl, .n = {1, LEN})
+#define QGEMM(sc, bl) PRODUCT(qgemm, .dtype = MC_INT4, .scale = sc, .block = bl)
+#define QUANTISE(bl) ALL_FILLS(.op = &quantise, .dtype = MC_INT4, .block = bl, .n = {1, LEN})
 /* timed: rows, columns, tokens; so many times the rows that the matrix is far larger than caches */
 #define TIMED(kernel, dt, sc, bl, rows, cols, tok, times)                                          \
     {.op = &kernel, .dtype = dt, .scale = sc, .block = bl, .n = {rows, cols, tok}, .bench = times}
@@ -426,12 +425,12 @@ static const kcase table[] = {
     GEMM(MC_F32, 0, 0), GEMM(MC_BF16, 0, 0), GEMM(MC_F16, 0, 0),
     GEMM(MC_F8E4M3, MC_F32, 128), PRODUCT(gemm, .dtype = MC_F8E4M3, .block = 128, .watch = 1),
     GEMM(MC_F8E4M3, MC_BF16, 128), GEMM(MC_F8E4M3, MC_F8E8M0, 128),
-    GEMM(MC_F8E4M3, MC_F32, 0), GEMM(MC_F8E4M3, MC_F8E8M0, 0),
+    GEMM(MC_F8E4M3, MC_F32, 0), GEMM(MC_F8E4M3, MC_BF16, 0), GEMM(MC_F8E4M3, MC_F8E8M0, 0),
     GEMM(MC_F4E2M1, MC_F8E8M0, 32),
     GEMM(MC_INT8, MC_F32, 0), GEMM(MC_INT8, MC_F16, 32), GEMM(MC_INT8, MC_F32, 64),
     GEMM(MC_INT8, MC_BF16, 128),
     QGEMM(MC_F32, 0), QGEMM(MC_F16, 32), QGEMM(MC_F32, 64), QGEMM(MC_BF16, 64),
-    QGEMM(MC_BF16, 128),
+    QGEMM(MC_BF16, 128), QUANTISE(0), QUANTISE(32), QUANTISE(64), QUANTISE(128),
     TIMED_GEMV(gemm, MC_F8E4M3, MC_BF16, 128, 384),
     TIMED_GEMV(gemm, MC_F8E4M3, MC_F32, 0, 384),
     TIMED_GEMV(gemm, MC_BF16, 0, 0, 192),
@@ -512,7 +511,9 @@ void case_name(const kcase *c, char *out, size_t size) {
         n += snprintf(out + n, size - (size_t)n, " %s", mci_dtype_get(c->dtype)->name);
     if (product && mci_dtype_get(c->dtype)->scale_types)
         n += snprintf(out + n, size - (size_t)n, "/%s", mci_dtype_get(c->scale)->name);
-    if (c->block && c->dtype != MC_F8E4M3) n += snprintf(out + n, size - (size_t)n, " g%d", c->block);
+    if (c->block && c->dtype != MC_F8E4M3)
+        n += snprintf(out + n, size - (size_t)n, " g%d", c->block);
+    if (c->watch) n += snprintf(out + n, size - (size_t)n, " watch");
     if (!c->block && product && mci_dtype_get(c->dtype)->scale_types)
         n += snprintf(out + n, size - (size_t)n, " row");
     for (int i = 0; i < 5 && (i == 0 || c->n[i]); i++)

@@ -2,7 +2,8 @@
  *
  *   kernels check [set]          every kernel set this CPU runs, or the one named, bit for bit
  *                                against ops_ref
- *   kernels sums                 CRC-32C of what ops_ref computes, one line a case: the same list on
+ *   kernels sums                 CRC-32C of what ops_ref computes, one line a case: the same list
+ * on
  *                                every machine
  *   kernels bench [threads [word [set [csv]]]]   bench.c's figures as a table or CSV: of the best
  *                                kernel set or the one named; only cases whose name holds the word
@@ -89,26 +90,41 @@ static void check_case(kcase *c, void *arg) {
     case_free(c);
 }
 
-/* Every FP8 code as a 1x1 matrix through decode and through each gemm path. */
+/* Every FP8 code as a row of its own, through decode and every path of gemm: few tokens and tiles,
+ * a column and a whole block, searched for NaN codes (then there are none) and not. */
 static void check_codes(const mci_ops *o) {
-    uint8_t codes[256];
-    float decoded[256], y[4][256], one[4] = {1, 1, 1, 1};
-    const float scale[2] = {1, 1}, *const x[4] = {one, one + 1, one + 2, one + 3};
-    float *const yp[4] = {y[0], y[1], y[2], y[3]};
-    for (int i = 0; i < 256; i++) codes[i] = (uint8_t)i;
-    mci_decode(MC_F8E4M3, codes, 256, decoded);
-    mci_mat m = {.data = codes, .scale = (const uint8_t *)scale, .rows = 256, .cols = 1,
-                 .dtype = MC_F8E4M3, .scale_dtype = MC_F32, .block_rows = 128, .block_cols = 128};
-    for (int64_t n = 1; n <= 4; n++) {
-        o->gemm(&m, 0, 256, x, n, yp);
-        for (int i = 0; i < 256; i++) {
-            float want = decoded[i] + 0.0f; /* the total starts at +0: a lone -0 comes out as +0 */
-            float got = y[n - 1][i];
-            CHECK(mci_bits(got) == mci_bits(want) || (got != got && want != want),
-                  "%s: code %02x, %d tokens: %a, should be %a", o->name, i, (int)n, (double)got,
-                  (double)want);
-        }
+    enum { K = 128, T = 9 };
+    static uint8_t codes[256 * K];
+    float decoded[256], y[T][256], x[T][K] = {{0}};
+    const float scale[2] = {1, 1}, *xp[T];
+    float *yp[T];
+    for (int t = 0; t < T; t++) {
+        x[t][0] = 1;
+        xp[t] = x[t];
+        yp[t] = y[t];
     }
+    for (int no_nan = 0; no_nan < 2; no_nan++)
+        for (int64_t cols = 1; cols <= K; cols += K - 1) {
+            uint8_t code[256];
+            for (int i = 0; i < 256; i++) {
+                code[i] = (uint8_t)(no_nan && (i & 0x7f) == 0x7f ? 0 : i);
+                memset(codes + i * cols, code[i], (size_t)cols);
+            }
+            mci_decode(MC_F8E4M3, code, 256, decoded);
+            mci_mat m = {.data = codes, .scale = (const uint8_t *)scale, .rows = 256, .cols = cols,
+                         .dtype = MC_F8E4M3, .scale_dtype = MC_F32, .block_rows = 128,
+                         .block_cols = 128, .no_nan = no_nan};
+            for (int64_t n = 1; n <= T; n++) {
+                o->gemm(&m, 0, 256, xp, n, yp);
+                for (int i = 0; i < 256; i++) {
+                    float want = decoded[i] + 0.0f; /* the total starts at +0: a lone -0 is lost */
+                    float got = y[n - 1][i];
+                    CHECK(mci_bits(got) == mci_bits(want) || (got != got && want != want),
+                          "%s: code %02x, %d columns, %d tokens: %a, should be %a", o->name, i,
+                          (int)cols, (int)n, (double)got, (double)want);
+                }
+            }
+        }
 }
 
 /* A result of -0: the first block's negative sum vanishes under a tiny scale, the partial second
@@ -127,27 +143,27 @@ static void check_negative_zero(const mci_ops *o) {
     }
     mci_mat m = {.data = codes, .scale = (const uint8_t *)scale, .rows = 1, .cols = K,
                  .dtype = MC_F8E4M3, .scale_dtype = MC_F32, .block_rows = 128, .block_cols = 128};
-    for (int64_t n = 1; n <= T; n++) {
-        o->gemm(&m, 0, 1, x, n, yp);
-        for (int64_t t = 0; t < n; t++)
+    for (int64_t n = 1; n <= 2 * T; n++) {
+        m.no_nan = n > T;
+        o->gemm(&m, 0, 1, x, m.no_nan ? n - T : n, yp);
+        for (int64_t t = 0; t < (m.no_nan ? n - T : n); t++)
             CHECK(mci_bits(y[t]) == 0x80000000u, "%s: %d tokens: %a", o->name, (int)n,
                   (double)y[t]);
     }
 }
 
 static int check(const char *set) {
-    static const char *const names[] = {"avx512vnni", "avx512", "avx2", "scalar"};
     const mc_engine_opts slow = {.threads = 1, .isa = "scalar"};
     mc_engine *ref;
     CHECK(mc_engine_create(&slow, &ref, NULL) == MC_OK, "no scalar engine");
     if (!ref) return test_end();
-    for (size_t i = 0; i < (set ? 1 : sizeof names / sizeof *names); i++) {
+    for (int i = 0; set ? i == 0 : mci_ops_set(i) != NULL; i++) {
         engines g = {.ref = ref};
-        const mc_engine_opts opts = {.threads = 1, .isa = set ? set : names[i]};
+        const mc_engine_opts opts = {.threads = 1, .isa = set ? set : mci_ops_set(i)->name};
         mc_error err = {0};
         if (mc_engine_create(&opts, &g.e, &err) < 0) {
             CHECK(!set, "%s", err.message);
-            if (!set) printf("kernels: %s cannot run here, not checked\n", names[i]);
+            if (!set) printf("kernels: %s cannot run here, not checked\n", opts.isa);
             continue;
         }
         check_codes(g.e->ops);

@@ -580,7 +580,8 @@ int main(int argc, char **argv) {
     check_memory_returned();
     rmdir(dir);
     free(m);
-    CHECK(searched[0] > 10 && searched[1] > 10, "experts searched for NaN codes: %lld with, %lld without",
-          (long long)searched[0], (long long)searched[1]);
+    CHECK(searched[0] > 10 && searched[1] > 10,
+          "experts searched for NaN codes: %lld with, %lld without", (long long)searched[0],
+          (long long)searched[1]);
     return test_end();
 }

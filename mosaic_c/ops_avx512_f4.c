@@ -1,4 +1,4 @@
-/* ops_avx512_mx.c - MXFP4 weights times activations with AVX-512.
+/* ops_avx512_f4.c - MXFP4 weights times activations with AVX-512.
  *
  * Sixteen rows lie side by side (ops_avx512.h) and each lane of the canonical order has a register
  * of 16 sums. Of every 16 bits a table turns the lowest 4 into a BF16 (it looks at 5 and holds all
@@ -38,13 +38,13 @@ AVX512_INLINE void times(const __m512i *w, const __m512 *scale, int64_t n, const
         for (int64_t b = 0; b < n; b++) {
             __m512i v[4];
             if (first == 0) side_fetch(next + 256 * b);
-            UNROLL for (int d = 0; d < 4; d++) v[d] = words_in_register(w[4 * b + d]);
+            UNROLL for (int d = 0; d < 4; d++) v[d] = ints_in_register(w[4 * b + d]);
             UNROLL for (int k = 0; k < some; k++) {
                 __m512 a[TOKENS], c[TOKENS];
                 UNROLL for (int t = 0; t < nt; t++) a[t] = c[t] = _mm512_setzero_ps();
                 UNROLL for (int d = 0; d < 4; d++) {
                     const __m512i two = _mm512_permutexvar_epi16(
-                        _mm512_srli_epi16(v[d], 4 * (unsigned)(first + k)), bf16);
+                        _mm512_srli_epi16(v[d], 4 * (first + k)), bf16);
                     const __m512 wa = _mm512_castsi512_ps(_mm512_unpacklo_epi16(zero, two));
                     const __m512 wc = _mm512_castsi512_ps(_mm512_unpackhi_epi16(zero, two));
                     UNROLL for (int t = 0; t < nt; t++) {
@@ -131,7 +131,7 @@ AVX512 static void rows16(const mci_mat *w, int64_t r0, int64_t r1, const float 
     for (int64_t t = 0; t < n_tok; t++) _mm512_mask_storeu_ps(y[t] + r0, in, tree(tot[t]));
 }
 
-void mci_avx512_mx(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x, int64_t n_tok,
+void mci_avx512_f4(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x, int64_t n_tok,
                    float *const *y) {
     for (int64_t n; n_tok > 0; n_tok -= n, x += n, y += n) {
         n = MCI_MIN(n_tok, (int64_t)MCI_TILE_TOK);

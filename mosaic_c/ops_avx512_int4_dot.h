@@ -1,5 +1,5 @@
-/* ops_avx512_dot.h - 4-bit integers times int8 activations; ops_avx512_int4.c includes it once for
- * each way to multiply bytes, with these defined:
+/* ops_avx512_int4_dot.h - 4-bit integers times int8 activations; ops_avx512_int4.c includes it
+ * once for each way to multiply bytes, with these defined:
  *
  *   TARGET        attribute of a function that may multiply so
  *   NAME(x)       its name
@@ -34,7 +34,7 @@ static inline __attribute__((always_inline, TARGET)) void NAME(times)(
                 if (i >= some) break;
                 __m512i lo[2], hi[2];
                 UNROLL for (int r = 0; r < tiles; r++) {
-                    const __m512i v = words_in_register(m[r].w[w + i]);
+                    const __m512i v = ints_in_register(m[r].w[w + i]);
                     lo[r] = _mm512_and_si512(v, low);
                     hi[r] = _mm512_and_si512(_mm512_srli_epi16(v, 4), low);
                 }
