@@ -25,6 +25,7 @@
 #define _mm512_broadcast_i64x2(a) _mm512_broadcast_i32x4(a)
 #define _mm512_mask_broadcast_i64x2(v, k, a) _mm512_mask_mov_epi64(v, k, _mm512_broadcast_i32x4(a))
 #define _mm512_movehdup_ps(a) _mm512_shuffle_ps(a, a, 0xf5)
+#define _mm512_stream_ps(p, v) _mm512_store_ps(p, v)
 #define _mm512_maskz_loadu_epi8(k, p) simde_lacks_maskz_loadu_epi8(k, p)
 #define _mm512_cvtepi8_epi32(a) _mm512_cvtepi16_epi32(_mm256_cvtepi8_epi16(a))
 #define _mm512_cvtepu8_epi32(a) _mm512_cvtepu16_epi32(_mm256_cvtepu8_epi16(a))
@@ -33,5 +34,17 @@ static inline __m512i simde_lacks_maskz_loadu_epi8(__mmask64 k, const void *p) {
     uint8_t b[64];
     for (int i = 0; i < 64; i++) b[i] = k >> i & 1 ? ((const uint8_t *)p)[i] : 0;
     return _mm512_loadu_si512(b);
+}
+
+/* ---- what it gets wrong: lanes left out are written as 0 ------------------------------------- */
+
+#undef _mm512_mask_storeu_ps
+#define _mm512_mask_storeu_ps(p, k, v) simde_fixed_mask_storeu_ps(p, k, v)
+
+static inline void simde_fixed_mask_storeu_ps(void *p, __mmask16 k, __m512 v) {
+    float f[16];
+    _mm512_storeu_ps(f, v);
+    for (int i = 0; i < 16; i++)
+        if (k >> i & 1) memcpy((float *)p + i, f + i, sizeof *f);
 }
 #endif
