@@ -8,7 +8,7 @@
 #include "session.h"
 
 #define CONV_CHUNK 256 /* channels a thread convolves at once */
-#define HEAD_COLS 64   /* value columns of one head a thread takes: 32 KB of state at dk 128 */
+#define HEAD_COLS 128  /* value columns of one head a thread takes: whole rows of the state */
 #define L2_EPS 1e-6f   /* of the q and k normalisation, fixed in the reference code */
 
 struct mc_delta {
@@ -146,6 +146,7 @@ typedef struct delta_ctx {
     float *z, *o;        /* output gate and recurrence output (T, value_dim) */
     float *beta, *alpha; /* (T, n_v_head) */
     int64_t blocks;      /* chunks per segment in conv, per head in the recurrence */
+    int64_t cols;        /* of a head's chunk */
 } delta_ctx;
 
 static void conv_block(void *ctx, int64_t item, int thread) {
@@ -189,7 +190,7 @@ static void recur(void *ctx, int64_t item, int thread) {
     const mc_delta_desc *d = &c->a->d;
     int64_t per_seg = d->n_v_head * c->blocks, cd = conv_dim(d);
     const mci_seg *g = &c->st->seg[item / per_seg];
-    int64_t head = item % per_seg / c->blocks, j0 = item % c->blocks * HEAD_COLS;
+    int64_t head = item % per_seg / c->blocks, j0 = item % c->blocks * c->cols;
     int64_t key = head / (d->n_v_head / d->n_k_head) * d->dk, state = head * d->dk * d->dv;
     const float *conv_in, *rec_in, *in = c->c + g->first * cd;
     float *conv_out, *rec_out;
@@ -199,7 +200,7 @@ static void recur(void *ctx, int64_t item, int thread) {
     c->a->e->ops->delta(&(mci_delta_args){.dk = d->dk,
                                           .dv = d->dv,
                                           .j0 = j0,
-                                          .j1 = MCI_MIN(j0 + HEAD_COLS, d->dv),
+                                          .j1 = MCI_MIN(j0 + c->cols, d->dv),
                                           .n_tok = g->count,
                                           .s_in = rec_in + state,
                                           .s_out = rec_out + state,
@@ -268,7 +269,9 @@ int mc_delta_forward(mc_delta *a, mc_step *st, float *x, mc_error *err) {
     c.blocks = (cd + CONV_CHUNK - 1) / CONV_CHUNK;
     mci_pool_run(e->pool, conv_block, &c, st->n * c.blocks);
     mci_pool_run(e->pool, gate_token, &c, T);
-    c.blocks = (d->dv + HEAD_COLS - 1) / HEAD_COLS;
+    const bool few = st->n * d->n_v_head < mci_pool_threads(e->pool); /* then threads share heads */
+    c.cols = few ? HEAD_COLS / 2 : HEAD_COLS;
+    c.blocks = (d->dv + c.cols - 1) / c.cols;
     mci_pool_run(e->pool, recur, &c, st->n * d->n_v_head * c.blocks);
     mci_pool_run(e->pool, gated_norm_token, &c, T);
     mci_run_jobs(e, &(mci_job){.w = &a->out.mat, .x = op, .y = (float *const *)hp, .n_tok = T}, 1);

@@ -210,10 +210,11 @@ struct mc_linear {
 int mc_linear_create(mc_engine *e, const mc_tensor *w, int resident, mc_linear **out,
                      mc_error *err) {
     int64_t bytes, scale_bytes;
-    int rc = mci_enter(e, err);
+    int rc;
     mc_linear *l = NULL;
     *out = NULL;
-    if (rc < 0) return rc;
+    if (!w) return mci_fail(err, MC_EINVAL, 0, "linear: NULL tensor");
+    if ((rc = mci_enter(e, err)) < 0) return rc;
     if ((rc = mci_tensor_check(e, w, "linear", &bytes, &scale_bytes, err)) < 0) goto done;
     if (!resident && scale_bytes) {
         rc = mci_fail(err, MC_EINVAL, 0, "linear: rows of a scaled matrix must be resident");
@@ -253,8 +254,9 @@ int mc_linear_forward(mc_linear *l, const float *x, int64_t n_tok, float *y, mc_
     const float *xp[PIECE];
     float *yp[PIECE];
     if (rc < 0) return rc;
-    if (!l->w.mat.data) {
-        rc = mci_fail(err, MC_EINVAL, 0, "linear: the matrix is not resident");
+    if (!l->w.mat.data || n_tok < 0 || (n_tok && (!x || !y))) {
+        rc = mci_fail(err, MC_EINVAL, 0, "linear: %s", l->w.mat.data
+                      ? "bad count of tokens or NULL pointer" : "the matrix is not resident");
         n_tok = 0;
     }
     for (int64_t t0 = 0; t0 < n_tok; t0 += PIECE) {

@@ -83,6 +83,7 @@ int mc_gemm(const char *isa, const mc_tensor *t, const void *w, const void *scal
     int64_t bytes, scale_bytes, xs, ys;
     int rc = mci_ops_get(isa, &ops, err);
     if (rc) return rc;
+    if (!t) return mci_fail(err, MC_EINVAL, 0, "gemm: NULL tensor");
     mc_tensor shape = *t;
     shape.offset = 0;
     shape.scale_file = scale ? 0 : -1;

@@ -192,4 +192,7 @@ void mci_avx512_gemm(const mci_mat *w, int64_t r0, int64_t r1, const float *cons
                      int64_t n_tok, float *const *y);
 void mci_avx512_tile(const mci_mat *w, int64_t r0, int64_t r1, const float *const *x,
                      int64_t n_tok, float *const *y);
+
+/* ops_avx512_delta.c */
+void mci_avx512_delta(const mci_delta_args *a);
 #endif

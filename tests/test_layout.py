@@ -52,8 +52,7 @@ def test_c_dependencies_point_one_way(path):
     mine = level(path.stem)
     for name in includes(path):
         ok = level(name) < mine or (
-            level(name) == mine
-            and (name == "session" or name.startswith("ops"))
+            level(name) == mine and (name == "session" or name.startswith("ops"))
         )
         assert ok, f"{path.name} includes {name}.h"
     if path.stem != "moe":
@@ -101,7 +100,9 @@ def test_files_stay_small(path):
 
 
 @pytest.mark.parametrize(
-    "path", sorted([*C.rglob("*.[ch]"), *(ROOT / "tests" / "c").glob("*.[ch]")]), ids=lambda p: p.name
+    "path",
+    sorted([*C.rglob("*.[ch]"), *(ROOT / "tests" / "c").glob("*.[ch]")]),
+    ids=lambda p: p.name,
 )
 def test_lines_of_c_end_by_column_100(path):
     lines = path.read_text(encoding="ascii").splitlines()

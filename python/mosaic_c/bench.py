@@ -12,6 +12,7 @@ import numpy as np
 
 from mosaic_c import engine
 from mosaic_c.errors import MosaicError, UsageError
+from mosaic_c.jsonfile import show
 from mosaic_c.limits import default_threads, format_size, parse_size, read_limits, smallest_limit
 
 
@@ -48,10 +49,12 @@ def kernels(
     before it runs, row each row (Bench.run) as it comes."""
     threads = read_threads(threads)
     if isa is not None and isa not in engine.isas():
-        raise UsageError(f"--isa {isa}: this CPU runs: {' '.join(engine.isas())}")
+        raise UsageError(f"--isa {show(isa)}: this CPU runs: {' '.join(engine.isas())}")
     picked = [(i, name) for i, name in enumerate(engine.Bench.names()) if only in name]
     if not picked:
-        raise UsageError(f'--only {only}: no timed case has it in its name, such as "gemm F8_E4M3"')
+        raise UsageError(
+            f'--only {show(only)}: no timed case has it in its name, such as "gemm F8_E4M3"'
+        )
     need, found = engine.Bench.MIB << 20, smallest_limit(read_limits())
     if found is not None and found[0] < need:
         raise MosaicError(

@@ -250,7 +250,9 @@ class _Binder:
                     rows[i], name(i), f"FP8 needs its scale {show(name(i) + SCALE)}, got {got}"
                 )
             if (i := first(f8 & ~_SCALE_OK[t.dtype[scale_rows]])) is not None:
-                expected = f"expected a scale of {', '.join(SCALE_DTYPES)} (nothing else is supported yet)"
+                expected = (
+                    f"expected a scale of {', '.join(SCALE_DTYPES)} (nothing else is supported yet)"
+                )
                 got = DTYPES[t.dtype[scale_rows[i]]]
                 self._fail(scale_rows[i], name(i) + SCALE, expected, got, "EUNSUPPORTED")
             assert scale_shape is not None

@@ -20,6 +20,7 @@ DTYPES = {
     "F32": lib.MC_F32, "BF16": lib.MC_BF16, "F16": lib.MC_F16, "F8_E4M3": lib.MC_F8E4M3,
     "F4": lib.MC_F4E2M1, "INT4": lib.MC_INT4, "I8": lib.MC_INT8, "F8_E8M0": lib.MC_F8E8M0,
 }  # fmt: skip
+BITS = {"F32": 32, "BF16": 16, "F16": 16, "F8_E4M3": 8, "F4": 4, "INT4": 4, "I8": 8, "F8_E8M0": 8}
 IO_MODES = {"auto": lib.MC_IO_AUTO, "pread": lib.MC_IO_PREAD, "direct": lib.MC_IO_DIRECT}
 POLICIES = {
     "auto": lib.MC_POLICY_AUTO,
@@ -444,6 +445,8 @@ def rope_table(theta: float, dim: int, pos: int) -> tuple[np.ndarray, np.ndarray
 
 def decode(dtype: str, raw: bytes, n: int) -> np.ndarray:
     """n values of a dtype, unscaled, as float32, exactly."""
+    if len(raw) < -(-n * BITS[dtype] // 8):
+        raise ValueError(f"{n} values of {dtype}: too few bytes, {len(raw)}")
     out = np.empty(n, np.float32)
     _call(lib.mc_decode, DTYPES[dtype], raw, n, _floats(out))
     return out
@@ -462,6 +465,11 @@ def gemm(
 ) -> np.ndarray:
     """y (n, rows) = x (n, cols) W^T by the named kernel set. block: elements that share a scale."""
     y = np.empty((x.shape[0], rows), np.float32)
+    need, scales = rows * -(-cols * BITS[dtype] // 8), 0
+    if scale is not None:
+        scales = -(-rows // block[0]) * -(-cols // (block[1] or cols)) * BITS[scale_dtype] // 8
+    if len(w) < need or len(scale or b"") < scales or x.shape[1] < cols:
+        raise ValueError(f"gemm ({rows}, {cols}) of {dtype}: too little data")
     t = {"dtype": DTYPES[dtype], "rows": rows, "cols": cols, "scale_dtype": DTYPES[scale_dtype]}
     if scale is not None:
         t["block_rows"], t["block_cols"] = block

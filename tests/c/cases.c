@@ -222,7 +222,7 @@ static void setup_product(kcase *c, double act_bytes) {
     double all = rows * (double)row;
     if (m.scale)
         all += rows / m.block_rows * (double)mci_mat_scales(&m) * mci_dtype_get(c->scale)->bits / 8;
-    c->out_bytes = c->n[2] * (c->n[0] + SKEW) * 4;
+    c->out_bytes = (c->n[2] * (c->n[0] + SKEW) - SKEW) * 4; /* ends with the last value */
     cost(c, all + T * (act_bytes * cols + 4 * rows), 2 * rows * cols * T,
          (c->n[0] + share - 1) / share);
 }
@@ -321,9 +321,13 @@ static void run_attn(const mci_ops *o, const kcase *c, void *out, int64_t part, 
 }
 static const kop attn = {"attn", setup_attn, run_attn, 4};
 
-/* ---- delta: heads, dk, dv, tokens, in place -------------------------------------------------- */
+/* ---- delta: heads, dk, dv, tokens, flags ----------------------------------------------------- */
 
-/* out: state (heads, dk, dv), then o (tokens, heads, dv) */
+enum { IN_PLACE = 1, ALIGNED = 2, TO_LINE = 15 }; /* ALIGNED: states begin at a cache line */
+
+static int64_t state_at(const kcase *c) { return c->n[4] & ALIGNED ? TO_LINE : 0; }
+
+/* out: state (heads, dk, dv), then o (tokens, heads, dv), all state_at floats later */
 static void setup_delta(kcase *c) {
     const int64_t H = c->n[0], dk = c->n[1], dv = c->n[2], T = c->n[3];
     floats(c, 0, T * H * dk, c->in);
@@ -331,22 +335,23 @@ static void setup_delta(kcase *c) {
     floats(c, 2, T * H * dv, c->in);
     floats(c, 3, T * H, c->in);
     floats(c, 4, T * H, c->in);
-    floats(c, 5, H * dk * dv, c->in);
-    init_out(c, H * dk * dv + T * H * dv, c->in);
+    floats(c, 5, state_at(c) + H * dk * dv, c->in);
+    init_out(c, state_at(c) + H * dk * dv + T * H * dv, c->in);
     cost(c, 8.0 * (double)(H * dk * dv), 8.0 * (double)(H * dk * dv * T), H);
 }
 
 static void run_delta(const mci_ops *o, const kcase *c, void *out, int64_t part, int64_t parts) {
     const int64_t H = c->n[0], dk = c->n[1], dv = c->n[2], T = c->n[3];
     for (int64_t h = H * part / parts; h < H * (part + 1) / parts; h++) {
-        float *s = (float *)out + h * dk * dv;
-        const int64_t cut = dv / 2 & -8; /* two ranges of columns */
+        float *s = (float *)out + state_at(c) + h * dk * dv;
+        const float *from = c->n[4] & IN_PLACE ? s : in(c, 5) + state_at(c) + h * dk * dv;
+        const int64_t cut = dk == 128 ? 0 : dv / 2 & -8; /* two ranges of columns; timed: all */
         mci_delta_args a = {.dk = dk, .dv = dv, .j0 = 0, .j1 = cut, .n_tok = T,
-                            .s_in = c->n[4] ? s : in(c, 5) + h * dk * dv, .s_out = s,
+                            .s_in = from, .s_out = s,
                             .q = in(c, 0) + h * dk, .k = in(c, 1) + h * dk, .v = in(c, 2) + h * dv,
                             .alpha = in(c, 3) + h, .beta = in(c, 4) + h, .ld_qk = H * dk,
                             .ld_v = H * dv, .ld_ab = H, .ld_o = H * dv,
-                            .o = (float *)out + H * dk * dv + h * dv};
+                            .o = (float *)out + state_at(c) + H * dk * dv + h * dv};
         if (cut) o->delta(&a);
         a.j0 = cut;
         a.j1 = dv;
@@ -465,10 +470,14 @@ static const kcase table[] = {
     {.op = &attn, .dtype = MC_BF16, .n = {2, 8, 256, 64, 64}, .bench = 1},
     {.op = &attn, .dtype = MC_BF16, .n = {2, 8, 256, 4096, 64}, .bench = 1},
     ALL_FILLS(.op = &delta, .n = {2, 9, LEN, 3, 0}),
-    ALL_FILLS(.op = &delta, .n = {1, LEN, 9, 2, 1}),
+    ALL_FILLS(.op = &delta, .n = {1, LEN, 9, 2, IN_PLACE}),
+    ALL_FILLS(.op = &delta, .n = {2, 5, LEN, 1, 0}),
+    ALL_FILLS(.op = &delta, .n = {2, 5, LEN, 1, ALIGNED}),
     ALL_FILLS(.op = &delta, .n = {3, 16, 48, 0, 0}),
-    {.op = &delta, .n = {2, 128, 128, 1, 1}, .bench = 256},
-    {.op = &delta, .n = {2, 128, 128, 64, 1}, .bench = 8},
+    ALL_FILLS(.op = &delta, .n = {2, 7, 480, 1, ALIGNED}),
+    {.op = &delta, .n = {2, 128, 128, 1, ALIGNED}, .bench = 512},
+    {.op = &delta, .n = {2, 128, 128, 1, IN_PLACE}, .bench = 256},
+    {.op = &delta, .n = {2, 128, 128, 64, IN_PLACE}, .bench = 8},
     ALL_FILLS(.op = &conv, .n = {LEN, 4, 5, 0}),
     ALL_FILLS(.op = &conv, .n = {LEN, 4, 2, 1}),
     ALL_FILLS(.op = &conv, .n = {LEN, 4, 1, 1}),

@@ -10,6 +10,7 @@
  *
  * Any NaN equals any NaN; everything else, zeros' signs included, must match. */
 #include <sched.h>
+#include <sys/mman.h>
 
 #include "bench.h"
 #include "cases.h"
@@ -26,6 +27,18 @@ static uint8_t *guarded(const kcase *c, uint8_t **base) {
     *base = test_alloc(n + 2 * GUARD + 4);
     memset(*base, 0xa5, n + 2 * GUARD + 4);
     uint8_t *out = *base + GUARD + 4;
+    if (c->init) memcpy(out, c->init, n);
+    return out;
+}
+
+/* out ends where memory ends: a store that touches more, masked or not, is a fault. */
+static uint8_t *at_the_edge(const kcase *c, uint8_t **base, size_t *mapped) {
+    const size_t n = (size_t)c->out_bytes, page = 4096;
+    *mapped = (n + page - 1) / page * page + page;
+    *base = mmap(NULL, *mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (*base == MAP_FAILED || mprotect(*base + *mapped - page, page, PROT_NONE)) abort();
+    uint8_t *out = *base + *mapped - page - n;
+    memset(out, 0xa5, n);
     if (c->init) memcpy(out, c->init, n);
     return out;
 }
@@ -85,6 +98,12 @@ static void check_case(kcase *c, void *arg) {
     CHECK(at < 0, "%s %s: value %lld is %08x, should be %08x", o->name, name, (long long)at,
           mci_u32(out + size * at - (4 - size)), mci_u32(ref + size * at - (4 - size)));
     CHECK(intact(c, base) && intact(c, ref_base), "%s %s: wrote outside", o->name, name);
+    uint8_t *page;
+    size_t mapped;
+    out = at_the_edge(c, &page, &mapped);
+    call(g->e, c, out, 0, 1);
+    CHECK(differs(ref, out, c->out_bytes, size) < 0, "%s %s: before a hole", o->name, name);
+    munmap(page, mapped);
     free(ref_base);
     free(base);
     case_free(c);

@@ -98,6 +98,7 @@ static void check_linear(const fixture *f, const float *x, mc_engine *e, int id)
     static float want[TOKENS * ROWS], got[TOKENS * ROWS];
     mc_linear *l;
     mc_error err;
+    CHECK(mc_linear_create(e, NULL, 1, &l, &err) == MC_EINVAL && !l, "no tensor");
     if (mc_linear_create(e, &f->t[0], 1, &l, &err) != MC_OK) {
         CHECK(0, "form %d: %s", id, err.message);
         return;
@@ -107,6 +108,9 @@ static void check_linear(const fixture *f, const float *x, mc_engine *e, int id)
         CHECK(mc_linear_forward(l, x, n, got, &err) == MC_OK && same(want, got, n * ROWS),
               "form %d: linear of %d tokens", id, n);
     }
+    CHECK(mc_linear_forward(l, NULL, 1, got, &err) == MC_EINVAL &&
+              mc_linear_forward(l, x, -1, got, &err) == MC_EINVAL,
+          "no x, no count");
     const int32_t ids[3] = {ROWS - 1, 7, 0}; /* rows of a resident matrix, scaled */
     CHECK(mc_linear_rows(l, ids, 3, got, &err) == MC_OK, "form %d: %s", id, err.message);
     for (int i = 0; i < 3; i++) {

@@ -128,6 +128,7 @@ static void names(void) {
     mc_tensor t = {.dtype = MC_F8E4M3, .rows = 1, .cols = 1, .block_rows = 128, .block_cols = 128};
     CHECK(mc_gemm("scalar", &t, &w, &s, &x, 1, &y, &e) == MC_OK && y == 2, "%g", (double)y);
     CHECK(mc_gemm("x", &t, &w, &s, &x, 1, &y, &e) == MC_EINVAL, "isa");
+    CHECK(mc_gemm(NULL, NULL, &w, &s, &x, 1, &y, &e) == MC_EINVAL, "no tensor");
     CHECK(mc_gemm(NULL, &t, NULL, &s, &x, 1, &y, &e) == MC_EINVAL, "no weights");
     CHECK(mc_gemm(NULL, &t, &w, NULL, &x, 1, &y, &e) == MC_EFORMAT, "no scale");
     t.scale_dtype = MC_F16;

@@ -21,8 +21,8 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
         "kernels",
         help="speed of the compute kernels",
         description="Times every kernel, medians of 9, beside plain reads of memory and the peak of fused "
-        "multiply-adds measured in the same run, and tests int4 against a known answer. About "
-        "two minutes.",
+        "multiply-adds measured in the same run, and tests int4 against a known answer. A minute "
+        "or two.",
     )
     add = kernels.add_argument
     add(

@@ -25,6 +25,7 @@
 #define _mm512_broadcast_i64x2(a) _mm512_broadcast_i32x4(a)
 #define _mm512_mask_broadcast_i64x2(v, k, a) _mm512_mask_mov_epi64(v, k, _mm512_broadcast_i32x4(a))
 #define _mm512_movehdup_ps(a) _mm512_shuffle_ps(a, a, 0xf5)
+#define _mm512_stream_ps(p, v) _mm512_store_ps(p, v)
 #define _mm512_maskz_loadu_epi8(k, p) simde_lacks_maskz_loadu_epi8(k, p)
 #define _mm_maskz_loadu_epi8(k, p) simde_lacks_maskz_loadu_epi8_16(k, p)
 #undef _mm512_mask_storeu_ps /* SIMDe's writes all lanes */
