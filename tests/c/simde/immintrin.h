@@ -28,7 +28,9 @@
 #define _mm512_stream_ps(p, v) _mm512_store_ps(p, v)
 #define _mm512_maskz_loadu_epi8(k, p) simde_lacks_maskz_loadu_epi8(k, p)
 #define _mm_maskz_loadu_epi8(k, p) simde_lacks_maskz_loadu_epi8_16(k, p)
-#undef _mm512_mask_storeu_ps /* SIMDe's writes all lanes */
+#undef _mm512_mask_storeu_ps /* SIMDe's writes all lanes, and its load reads them */
+#undef _mm512_maskz_loadu_ps
+#define _mm512_maskz_loadu_ps(k, p) simde_lacks_maskz_loadu_ps(k, p)
 #define _mm512_mask_storeu_ps(p, k, v) simde_lacks_mask_storeu_ps(p, k, v)
 #define _mm512_maskz_loadu_epi32(k, p) _mm512_castps_si512(_mm512_maskz_loadu_ps(k, p))
 #define _mm512_maskz_cvt_roundps_epi32(k, v, mode) simde_lacks_maskz_cvtps_epi32(k, v)
@@ -47,6 +49,13 @@ static inline __m128i simde_lacks_maskz_loadu_epi8_16(__mmask16 k, const void *p
     uint8_t b[16];
     for (int i = 0; i < 16; i++) b[i] = k >> i & 1 ? ((const uint8_t *)p)[i] : 0;
     return _mm_loadu_si128((const __m128i *)(const void *)b);
+}
+
+static inline __m512 simde_lacks_maskz_loadu_ps(__mmask16 k, const void *p) {
+    float f[16] = {0};
+    for (int l = 0; l < 16; l++)
+        if (k >> l & 1) memcpy(&f[l], (const char *)p + 4 * l, 4);
+    return _mm512_loadu_ps(f);
 }
 
 static inline void simde_lacks_mask_storeu_ps(void *p, __mmask16 k, __m512 v) {
