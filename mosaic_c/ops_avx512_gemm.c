@@ -303,8 +303,8 @@ AVX512 void mci_avx512_gemm(const mci_mat *w, int64_t r0, int64_t r1, const floa
         return;
     }
     for (int64_t left = n_tok, n; left > 0; left -= n, x += n, y += n) {
-        n = left;
-        if (left > DIRECT_TOK) {
+        n = MCI_MIN(left, DIRECT_TOK);
+        if (left > 2 * DIRECT_TOK) { /* up to there decoding twice is faster than the tile */
             const int64_t passes = (left + MCI_TILE_TOK - 1) / MCI_TILE_TOK; /* of equal size */
             n = (left + passes - 1) / passes;
             mci_avx512_tile(w, r0, r1, x, n, y);
