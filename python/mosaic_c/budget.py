@@ -139,6 +139,8 @@ def plan_memory(
         raise UsageError(f"slots: the model has {most} experts to hold, got {slots}")
     hard = 1 if per_layer else top_k
     useful = top_k if per_layer else top_k * len(moe)
+    if slots is not None and slots < hard:
+        raise UsageError(f"slots: a token needs {hard} experts of a layer at once, got {slots}")
     python = process_bytes()
     later += PROCESS_GROWTH + plan.vocab * 64
 
