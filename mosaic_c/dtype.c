@@ -87,7 +87,9 @@ uint16_t mci_f32_to_bf16(float f) {
 }
 
 /* Two elements a byte, the first in the low half. */
-static uint32_t nibble(const uint8_t *p, int64_t i) { return (uint32_t)p[i / 2] >> (i % 2 * 4) & 15; }
+static uint32_t nibble(const uint8_t *p, int64_t i) {
+    return (uint32_t)p[i / 2] >> (i % 2 * 4) & 15;
+}
 
 /*  E2M1 s ee m                          exponent bias 1: 0 0.5 1 1.5 2 3 4 6
  *  f32  s 000000ee m0000000000000000000000, bias 127: the product by 2^126 is exact */
