@@ -63,24 +63,6 @@ int64_t mc_expert_slab(const mc_expert *experts, int64_t n, int64_t *scale_bytes
     return slab;
 }
 
-mci_mat mci_experts_mat(const mci_experts *x, int32_t expert, int k, const mci_layout *l,
-                        const uint8_t *slab) {
-    const mci_mat_ref *m = &x->ref[expert].mat[k];
-    return (mci_mat){.data = slab + l->mat[k],
-                     .scale = m->scale,
-                     .rows = k < 2 ? x->width : x->hidden,
-                     .cols = k < 2 ? x->hidden : x->width,
-                     .dtype = m->dtype,
-                     .scale_dtype = m->scale_dtype,
-                     .block_rows = m->block_rows,
-                     .block_cols = m->block_cols};
-}
-
-bool mci_experts_fp8(const mci_experts *x, int32_t expert) {
-    const mci_mat_ref *m = x->ref[expert].mat;
-    return m[0].dtype == MC_F8E4M3 && m[1].dtype == MC_F8E4M3 && m[2].dtype == MC_F8E4M3;
-}
-
 mci_layout mci_experts_layout(const mci_experts *x, int32_t expert) {
     mci_range r[3];
     for (int k = 0; k < 3; k++) {
@@ -89,6 +71,37 @@ mci_layout mci_experts_layout(const mci_experts *x, int32_t expert) {
         r[k] = (mci_range){m->file, m->offset, rows * mci_row_bytes(m->dtype, cols)};
     }
     return lay_out(r);
+}
+
+static bool all_fp8(const mci_mat_ref *m) {
+    return m[0].dtype == MC_F8E4M3 && m[1].dtype == MC_F8E4M3 && m[2].dtype == MC_F8E4M3;
+}
+
+void mci_experts_read(const mc_engine *e, const mci_experts *x, int32_t expert, uint8_t *slab,
+                      mci_read *r) {
+    mci_layout l = mci_experts_layout(x, expert);
+    r->n_run = l.n_run;
+    for (int32_t i = 0; i < l.n_run; i++)
+        r->run[i] = (mci_run){l.run[i].file, l.run[i].offset, l.run[i].bytes,
+                              slab + l.at[i] + l.run[i].offset % MCI_IO_BLOCK};
+    r->scan = all_fp8(x->ref[expert].mat) ? e->ops->f8_has_nan : NULL;
+}
+
+void mci_experts_mats(const mci_experts *x, int32_t expert, const uint8_t *slab, bool no_nan,
+                      mci_mat out[3]) {
+    mci_layout l = mci_experts_layout(x, expert);
+    for (int k = 0; k < 3; k++) {
+        const mci_mat_ref *m = &x->ref[expert].mat[k];
+        out[k] = (mci_mat){.data = slab + l.mat[k],
+                           .scale = m->scale,
+                           .rows = k < 2 ? x->width : x->hidden,
+                           .cols = k < 2 ? x->hidden : x->width,
+                           .dtype = m->dtype,
+                           .scale_dtype = m->scale_dtype,
+                           .block_rows = m->block_rows,
+                           .block_cols = m->block_cols,
+                           .no_nan = no_nan};
+    }
 }
 
 /* ---- bind ------------------------------------------------------------------------------------ */

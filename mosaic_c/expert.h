@@ -52,9 +52,10 @@ int mci_experts_bind(mc_engine *e, mci_experts *x, int32_t layer, const mc_exper
                      mc_error *err);
 void mci_experts_free(mc_engine *e, mci_experts *x);
 mci_layout mci_experts_layout(const mci_experts *x, int32_t expert);
-/* Are all three matrices FP8, so that a search for its NaN codes means something? */
-bool mci_experts_fp8(const mci_experts *x, int32_t expert);
-/* Matrix k (gate, up, down) of an expert whose slab is at `slab`. */
-mci_mat mci_experts_mat(const mci_experts *x, int32_t expert, int k, const mci_layout *l,
-                        const uint8_t *slab);
+/* Fills the ranges of a read of an expert into its slab, and what the lane searches them for. */
+void mci_experts_read(const mc_engine *e, const mci_experts *x, int32_t expert, uint8_t *slab,
+                      mci_read *r);
+/* gate, up and down of an expert that lies in `slab`; no_nan: such a search found nothing. */
+void mci_experts_mats(const mci_experts *x, int32_t expert, const uint8_t *slab, bool no_nan,
+                      mci_mat out[3]);
 #endif

@@ -134,6 +134,7 @@ typedef struct moe_ctx {
     float *x, *h;   /* residual and normed input (T, H) */
     float *scores;  /* router logits, then probabilities (T, E) */
     float *sigma;   /* logit of the shared expert's gate (T) */
+    const int32_t *forced; /* (T, k) or NULL */
     int32_t *ids;   /* (T, k), best first */
     float *weight;  /* (T, k) */
     int32_t *line;  /* distinct experts by first appearance (n_line) */
@@ -155,7 +156,10 @@ static void route_token(void *ctx, int64_t t, int thread) {
     float *p = c->scores + t * d->n_expert, *w = c->weight + t * d->top_k, sum = 0.0f;
     int32_t *ids = c->ids + t * d->top_k;
     (void)thread;
-    mci_topk(p, d->n_expert, d->top_k, ids);
+    if (c->forced)
+        memcpy(ids, c->forced + t * d->top_k, (size_t)d->top_k * sizeof *ids);
+    else
+        mci_topk(p, d->n_expert, d->top_k, ids);
     c->m->e->ops->softmax(p, d->n_expert);
     for (int32_t i = 0; i < d->top_k; i++) sum += w[i] = p[ids[i]];
     for (int32_t i = 0; d->renormalise && i < d->top_k; i++) w[i] /= sum;
@@ -276,7 +280,24 @@ static void combine_token(void *ctx, int64_t t, int thread) {
     ops->add(y, H, c->x + t * H);
 }
 
-int mc_moe_forward(mc_moe *m, mc_step *st, float *x, int32_t *routed, mc_error *err) {
+/* Ids from outside: in range, and no token names one twice. seen: (n_expert) scratch. */
+static int check_forced(const mc_moe_desc *d, const int32_t *ids, int64_t n_tok, int32_t *seen,
+                        mc_error *err) {
+    for (int32_t i = 0; i < d->n_expert; i++) seen[i] = -1;
+    for (int64_t i = 0; i < n_tok * d->top_k; i++) {
+        if (ids[i] < 0 || ids[i] >= d->n_expert)
+            return mci_fail(err, MC_ERANGE, 0, "layer %d: forced expert %d of %d", d->layer, ids[i],
+                            d->n_expert);
+        if (seen[ids[i]] == i / d->top_k)
+            return mci_fail(err, MC_EINVAL, 0, "layer %d: forced expert %d twice in a token",
+                            d->layer, ids[i]);
+        seen[ids[i]] = (int32_t)(i / d->top_k);
+    }
+    return MC_OK;
+}
+
+int mc_moe_forward(mc_moe *m, mc_step *st, float *x, const int32_t *forced, int32_t *routed,
+                   mc_error *err) {
     mc_engine *e = m->e;
     const mc_moe_desc *d = &m->d;
     int64_t T = st->n_tok, rows = max_rows(d);
@@ -284,7 +305,7 @@ int mc_moe_forward(mc_moe *m, mc_step *st, float *x, int32_t *routed, mc_error *
     if (rc < 0) return rc;
     double t0 = mci_now();
     if ((rc = mci_step_check(st, e, d->max_tok, err)) < 0) goto done;
-    moe_ctx c = {.m = m, .n_tok = T, .x = x};
+    moe_ctx c = {.m = m, .n_tok = T, .x = x, .forced = forced};
     c.h = mci_scratch(e, T * d->hidden, 4);
     c.scores = mci_scratch(e, T * d->n_expert, 4);
     c.sigma = mci_scratch(e, T, 4);
@@ -303,6 +324,7 @@ int mc_moe_forward(mc_moe *m, mc_step *st, float *x, int32_t *routed, mc_error *
     c.op = mci_scratch(e, rows, sizeof(void *));
     const float *const *hp = (const float *const *)mci_row_ptrs(e, c.h, T, d->hidden);
 
+    if (forced && (rc = check_forced(d, forced, T, c.place, err)) < 0) goto done;
     mci_norm_rows(e, x, m->norm, d->norm.eps, T, d->hidden, c.h);
     mci_job jobs[2];
     int n_job = 0;

@@ -312,9 +312,11 @@ typedef struct mc_moe_desc {
 int mc_moe_create(mc_engine *e, mc_store *s, const mc_moe_desc *d, const mc_expert *experts,
                   mc_moe **out, mc_error *err);
 void mc_moe_free(mc_moe *m);
-/* x (n_tok, hidden) += moe(norm(x)). routed: NULL, or room for (n_tok, top_k) expert ids, best
- * first. */
-int mc_moe_forward(mc_moe *m, mc_step *st, float *x, int32_t *routed, mc_error *err);
+/* x (n_tok, hidden) += moe(norm(x)). forced: NULL, or (n_tok, top_k) distinct expert ids that take
+ * the place of the router's choice (its probabilities still weigh them): replay of a recorded
+ * routing. routed: NULL, or room for (n_tok, top_k) expert ids, best first. */
+int mc_moe_forward(mc_moe *m, mc_step *st, float *x, const int32_t *forced, int32_t *routed,
+                   mc_error *err);
 int64_t mc_moe_scratch(const mc_moe_desc *d);
 
 /* ---- cache policy on a trace, no model ------------------------------------------------------- */

@@ -11,15 +11,13 @@
 #include "store.h"
 
 #include <stdlib.h>
-#include <sys/mman.h>
 
 #include "expert.h"
 #include "policy.h"
+#include "slabs.h"
 
 enum {
     QUEUE = 64, /* reads queued at once: enough that lanes never starve */
-    HUGE_PAGE = 2 << 20,
-    OWN_MAPPING = 1 << 20, /* mci_alloc aligns memory of this size to huge pages */
     NONE = -1
 };
 
@@ -31,9 +29,6 @@ typedef struct entry {
     uint8_t state;
     bool keep; /* the policy holds it when the line is over */
 } entry;
-
-/* flags of a slab: its pages exist; scratch of settle(); no FP8 code in it is a NaN */
-enum { WARM = 1, USED = 2, NO_NAN = 4 };
 
 struct mc_store {
     _Atomic int64_t refs;
@@ -49,15 +44,10 @@ struct mc_store {
     /* set by open */
     mci_policy *policy;
     int64_t slots, slots_max; /* as asked: in all, or per layer */
-    int64_t slab_bytes;
-    int32_t n_slab, n_free;
-    uint8_t *arena;
-    void *arena_mem, *slab_mem;
-    int64_t arena_bytes, slab_mem_bytes;
-    int64_t given_back; /* bytes of the arena that a shrink returned to the system */
-    mci_read *reads, *spare;
-    int32_t *free_slab; /* (n_slab) stack */
-    uint8_t *flags;     /* (n_slab) */
+    mci_slabs slabs;
+    void *queue; /* (n_queue) */
+    int64_t queue_bytes;
+    mci_read *spare;
 
     /* the line */
     bool active, failed;
@@ -127,14 +117,12 @@ done:
     return rc;
 }
 
-static void close_arena(mc_store *s) {
+static void close_cache(mc_store *s) {
     mci_policy_free(s->policy);
-    mci_release(&s->e->mem, MC_MEM_META, s->slab_mem, s->slab_mem_bytes);
-    mci_release(&s->e->mem, MC_MEM_CACHE, s->arena_mem, s->arena_bytes);
-    /* what was given back is not counted, and the release took off all */
-    if (s->arena_mem) mci_recount(&s->e->mem, MC_MEM_CACHE, s->given_back, "expert cache", NULL);
+    mci_slabs_close(&s->slabs);
+    mci_release(&s->e->mem, MC_MEM_META, s->queue, s->queue_bytes);
     s->policy = NULL;
-    s->slab_mem = s->arena_mem = NULL;
+    s->queue = NULL;
 }
 
 void mci_store_retain(mc_store *s) { atomic_fetch_add(&s->refs, 1); }
@@ -142,7 +130,7 @@ void mci_store_retain(mc_store *s) { atomic_fetch_add(&s->refs, 1); }
 void mci_store_release(mc_store *s) {
     if (!s || atomic_fetch_sub(&s->refs, 1) != 1) return;
     mc_engine *e = s->e;
-    close_arena(s);
+    close_cache(s);
     for (int32_t i = 0; i < s->n_layer; i++) mci_experts_free(e, &s->layers[i]);
     mci_release(&e->mem, MC_MEM_META, s->tables, s->table_bytes);
     free(s);
@@ -191,38 +179,22 @@ static int check_slots(const mc_store *s, int64_t slots, mc_error *err) {
                     per_layer(s) ? "one per layer" : "the experts of one token in one layer");
 }
 
-static int open_arena(mc_store *s, int64_t slots, mc_error *err) {
+static int open_cache(mc_store *s, int64_t slots, int64_t slab_bytes, mc_error *err) {
     mci_mem *mem = &s->e->mem;
-    int64_t n = capacity(s, slots) + mci_io_lanes(s->e->io), bytes;
+    int64_t n = capacity(s, slots) + mci_io_lanes(s->e->io);
     int64_t queue = MCI_MIN(MCI_MIN(n, s->n_expert), MCI_MAX(QUEUE, 2 * mci_io_lanes(s->e->io)));
     int rc = mci_policy_create(mem, s->kind, s->n_layer, s->n_expert, slots, &s->policy, err);
     if (rc < 0) return rc;
-    s->slab_mem_bytes =
-        queue * (int64_t)sizeof *s->reads + n * (int64_t)(sizeof *s->free_slab + sizeof *s->flags);
-    rc = mci_alloc(mem, MC_MEM_META, s->slab_mem_bytes, "slab table", &s->slab_mem, err);
-    if (rc < 0) return rc;
-    if (!mci_mul(n, s->slab_bytes, &bytes))
-        return mci_fail(err, MC_EBUDGET, 0, "expert cache: %lld slots of %lld bytes", (long long)n,
-                        (long long)s->slab_bytes);
-    if (bytes < OWN_MAPPING) bytes += MCI_IO_BLOCK; /* room to align: it may start anywhere */
-    rc = mci_alloc(mem, MC_MEM_CACHE, bytes, "expert cache", &s->arena_mem, err);
-    if (rc < 0) return rc;
-    s->arena_bytes = bytes;
-    s->arena = s->arena_mem;
-    s->arena += -(uintptr_t)s->arena % MCI_IO_BLOCK;
-    s->n_slab = (int32_t)n;
-    s->slots = s->slots_max = slots;
-    s->reads = s->slab_mem;
-    s->free_slab = (int32_t *)(s->reads + queue);
-    s->flags = (uint8_t *)(s->free_slab + n);
+    s->queue_bytes = queue * (int64_t)sizeof(mci_read);
+    if ((rc = mci_alloc(mem, MC_MEM_META, s->queue_bytes, "read queue", &s->queue, err)) < 0)
+        return rc;
     s->spare = NULL;
-    for (int64_t i = 0; i < queue; i++) {
-        s->reads[i].next = s->spare;
-        s->spare = &s->reads[i];
+    for (mci_read *r = s->queue; r < (mci_read *)s->queue + queue; r++) {
+        r->next = s->spare;
+        s->spare = r;
     }
-    s->n_free = 0;
-    for (int32_t i = s->n_slab; i-- > 0;) s->free_slab[s->n_free++] = i;
-    return MC_OK;
+    s->slots = s->slots_max = slots;
+    return mci_slabs_open(&s->slabs, s->e, n, slab_bytes, err);
 }
 
 int mc_store_open(mc_store *s, int64_t slots, mc_error *err) {
@@ -237,9 +209,8 @@ int mc_store_open(mc_store *s, int64_t slots, mc_error *err) {
     }
     if (rc == MC_OK) rc = check_slots(s, slots, err);
     if (rc == MC_OK) {
-        s->slab_bytes = slab;
-        rc = open_arena(s, MCI_MIN(slots, most), err); /* more than all experts is all of them */
-        if (rc < 0) close_arena(s);
+        /* more than all experts is all of them */
+        if ((rc = open_cache(s, MCI_MIN(slots, most), slab, err)) < 0) close_cache(s);
     }
     if (rc == MC_OK) {
         s->e->stats.slots = capacity(s, s->slots);
@@ -247,37 +218,6 @@ int mc_store_open(mc_store *s, int64_t slots, mc_error *err) {
     }
     mci_leave(s->e);
     return rc;
-}
-
-static uint8_t *slab_at(const mc_store *s, int32_t slab) {
-    return s->arena + (int64_t)slab * s->slab_bytes;
-}
-
-/* After a change of capacity: residents move into the first slabs, the rest is given back to the
- * system. Pages go back whole because what leaves is one range. */
-static void settle(mc_store *s) {
-    int64_t items = (int64_t)s->n_layer * s->n_expert;
-    int32_t limit = (int32_t)capacity(s, s->slots) + mci_io_lanes(s->e->io), low = 0;
-    for (int64_t i = 0; i < items; i++)
-        if (s->slab_of[i] != NONE) s->flags[s->slab_of[i]] |= USED;
-    for (int64_t i = 0; i < items; i++) {
-        if (s->slab_of[i] < limit) continue;
-        while (s->flags[low] & USED) low++;
-        memcpy(slab_at(s, low), slab_at(s, s->slab_of[i]), (size_t)s->slab_bytes);
-        s->flags[low] = (uint8_t)(WARM | USED | (s->flags[s->slab_of[i]] & NO_NAN));
-        s->slab_of[i] = low;
-    }
-    s->n_free = 0;
-    for (int32_t i = s->n_slab; i-- > 0;) {
-        if (i < limit && !(s->flags[i] & USED)) s->free_slab[s->n_free++] = i;
-        s->flags[i] &= (uint8_t)~USED;
-    }
-    if (limit == s->n_slab || s->arena_bytes < OWN_MAPPING) return;
-    memset(s->flags + limit, 0, (size_t)(s->n_slab - limit));
-    /* from the next huge page on: a part of one would not go back anyway */
-    uintptr_t end = (uintptr_t)slab_at(s, s->n_slab), mask = HUGE_PAGE - 1;
-    uintptr_t from = ((uintptr_t)slab_at(s, limit) + mask) & ~mask;
-    if (from < end) madvise((void *)from, end - from, MADV_DONTNEED);
 }
 
 int mc_store_resize(mc_store *s, int64_t slots, mc_error *err) {
@@ -292,12 +232,8 @@ int mc_store_resize(mc_store *s, int64_t slots, mc_error *err) {
     if (rc == MC_OK && slots > s->slots_max)
         rc = mci_fail(err, MC_EBUDGET, 0, "expert cache: %lld slots asked, opened with %lld",
                       (long long)slots, (long long)s->slots_max);
-    if (rc == MC_OK) {
-        int64_t back = s->n_slab - capacity(s, slots) - mci_io_lanes(s->e->io);
-        back = s->arena_bytes < OWN_MAPPING ? 0 : back * s->slab_bytes;
-        rc = mci_recount(&s->e->mem, MC_MEM_CACHE, s->given_back - back, "expert cache", err);
-        if (rc == MC_OK) s->given_back = back;
-    }
+    if (rc == MC_OK)
+        rc = mci_slabs_count(&s->slabs, capacity(s, slots) + mci_io_lanes(s->e->io), err);
     if (rc == MC_OK) {
         while (s->slots > slots) { /* a slot at a time: each layer loses one item at most */
             int64_t n = mci_policy_resize(s->policy, --s->slots, s->gone);
@@ -306,7 +242,7 @@ int mc_store_resize(mc_store *s, int64_t slots, mc_error *err) {
         }
         s->slots = slots;
         mci_policy_resize(s->policy, slots, s->gone);
-        settle(s);
+        mci_slabs_settle(&s->slabs, s->slab_of, (int64_t)s->n_layer * s->n_expert);
         s->e->stats.slots = capacity(s, slots);
     }
     mci_leave(s->e);
@@ -320,7 +256,7 @@ static int64_t item_of(const mc_store *s, const entry *en) {
 }
 
 static void free_slab(mc_store *s, entry *en) {
-    if (en->slab != NONE) s->free_slab[s->n_free++] = en->slab;
+    if (en->slab != NONE) mci_slabs_give(&s->slabs, en->slab);
     en->slab = NONE;
 }
 
@@ -335,24 +271,19 @@ static void fail_line(mc_store *s, entry *en, const mc_error *error) {
 
 /* Sends out reads of the line's misses, in order, while there are slabs to read into. */
 static void issue(mc_store *s) {
-    while (!s->failed && s->next_wait < s->n_line && s->n_free && s->spare) {
+    while (!s->failed && s->next_wait < s->n_line && s->slabs.n_free && s->spare) {
         entry *en = &s->line[s->next_wait++];
         if (en->state != WAITING) continue;
-        mci_layout l = mci_experts_layout(&s->layers[s->layer], en->expert);
         mci_read *r = s->spare;
         mc_error error;
+        bool fresh;
         s->spare = r->next;
-        en->slab = s->free_slab[--s->n_free];
-        bool warm = s->flags[en->slab] & WARM;
-        s->flags[en->slab] |= WARM;
-        r->fresh = warm ? NULL : slab_at(s, en->slab);
-        r->fresh_bytes = s->slab_bytes;
-        r->n_run = l.n_run;
+        en->slab = mci_slabs_take(&s->slabs, &fresh);
+        uint8_t *slab = mci_slabs_at(&s->slabs, en->slab);
+        mci_experts_read(s->e, &s->layers[s->layer], en->expert, slab, r);
+        r->fresh = fresh ? slab : NULL;
+        r->fresh_bytes = s->slabs.bytes;
         r->tag = en - s->line;
-        r->scan = mci_experts_fp8(&s->layers[s->layer], en->expert) ? s->e->ops->f8_has_nan : NULL;
-        for (int32_t i = 0; i < l.n_run; i++)
-            r->run[i] = (mci_run){l.run[i].file, l.run[i].offset, l.run[i].bytes,
-                                  slab_at(s, en->slab) + l.at[i] + l.run[i].offset % MCI_IO_BLOCK};
         if (mci_io_submit(s->e->io, r, &error) < 0) {
             r->next = s->spare;
             s->spare = r;
@@ -374,8 +305,7 @@ static void arrived(mc_store *s, mci_read *r) {
         return;
     }
     en->state = READY;
-    s->flags[en->slab] &= (uint8_t)~NO_NAN;
-    if (r->scan && !r->found) s->flags[en->slab] |= NO_NAN;
+    mci_slabs_set_no_nan(&s->slabs, en->slab, r->scan && !r->found);
     if (en->keep) s->slab_of[item_of(s, en)] = en->slab;
     s->ready[s->ready_tail++] = (int32_t)r->tag;
     issue(s);
@@ -413,7 +343,7 @@ static void evict(mc_store *s, int64_t victim, int32_t now) {
     if (at != NONE && at < now)
         s->line[at].keep = false;
     else
-        s->free_slab[s->n_free++] = *slab;
+        mci_slabs_give(&s->slabs, *slab);
     *slab = NONE;
 }
 
@@ -457,12 +387,9 @@ int mci_store_next(mc_store *s, mci_expert_view *out, int32_t max, bool wait, mc
         for (; n < max && s->ready_head < s->ready_tail; n++) {
             int32_t i = s->ready[s->ready_head++];
             entry *en = &s->line[i];
-            mci_layout l = mci_experts_layout(x, en->expert);
             mci_mat m[3];
-            for (int k = 0; k < 3; k++) {
-                m[k] = mci_experts_mat(x, en->expert, k, &l, slab_at(s, en->slab));
-                m[k].no_nan = s->flags[en->slab] & NO_NAN;
-            }
+            mci_experts_mats(x, en->expert, mci_slabs_at(&s->slabs, en->slab),
+                             mci_slabs_no_nan(&s->slabs, en->slab), m);
             out[n] = (mci_expert_view){.index = i, .gate = m[0], .up = m[1], .down = m[2]};
             en->state = TAKEN;
         }

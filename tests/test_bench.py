@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from mosaic_c import bench, engine
+from mosaic_c import bench, engine, engine_bench
 from mosaic_c.cli import main
 from mosaic_c.errors import MosaicError
 from mosaic_c.limits import Limits
@@ -147,12 +147,12 @@ def test_an_interrupt_ends_it(monkeypatch, capsys):
     def stop(self, i):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine.Bench, "run", stop)
+    monkeypatch.setattr(engine_bench.Bench, "run", stop)
     assert main(["bench", "kernels", "--only", "rope 32"]) == 130
 
 
 def test_a_closed_benchmark_says_so():
-    b = engine.Bench(1, None)
+    b = engine_bench.Bench(1, None)
     b.close()
     with pytest.raises(MosaicError, match="closed"):
         b.run(0)

@@ -312,7 +312,7 @@ def test_close_a_session_while_another_thread_uses_it(call, tmp_path):
                     while True:
                         calls[call](s)
                 except MosaicError as error:
-                    if error.code != "ECLOSED":
+                    if error.code not in ("ECLOSED", "EFULL"):  # a late close finds it full
                         odd.append(error)
 
             thread = threading.Thread(target=work)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mosaic_c import engine
+from mosaic_c import engine, engine_bench
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.jsonfile import show
 from mosaic_c.limits import default_threads, format_size, parse_size, read_limits, smallest_limit
@@ -50,19 +50,19 @@ def kernels(
     threads = read_threads(threads)
     if isa is not None and isa not in engine.isas():
         raise UsageError(f"--isa {show(isa)}: this CPU runs: {' '.join(engine.isas())}")
-    picked = [(i, name) for i, name in enumerate(engine.Bench.names()) if only in name]
+    picked = [(i, name) for i, name in enumerate(engine_bench.Bench.names()) if only in name]
     if not picked:
         raise UsageError(
             f'--only {show(only)}: no timed case has it in its name, such as "gemm F8_E4M3"'
         )
-    need, found = engine.Bench.MIB << 20, smallest_limit(read_limits())
+    need, found = engine_bench.Bench.MIB << 20, smallest_limit(read_limits())
     if found is not None and found[0] < need:
         raise MosaicError(
             f"the benchmark needs {format_size(need)}, far more than caches hold; "
             f"{format_size(found[0])} {found[1]}",
             "ENOMEM",
         )
-    bench = engine.Bench(threads, isa)
+    bench = engine_bench.Bench(threads, isa)
     limits = bench.limits()
     start(limits)
     cases = []

@@ -39,10 +39,10 @@ def check(rc: int, err: Any) -> int:
         return rc
     name = ffi.string(lib.mc_status_name(rc)).decode()
     message = ffi.string(err.message).decode("utf-8", "replace")
-    raise MosaicError(message or _text(lib.mc_status_text(rc)), name.removeprefix("MC_"))
+    raise MosaicError(message or text(lib.mc_status_text(rc)), name.removeprefix("MC_"))
 
 
-def _call(function: Any, *args: Any) -> int:
+def call(function: Any, *args: Any) -> int:
     """One C call; Handles among the arguments stay alive until it returns, whoever closes them."""
     err = ffi.new("mc_error *")
     owners = [a.pin() if isinstance(a, Handle) else a for a in args]
@@ -58,9 +58,9 @@ def _owner(kind: str, free: Any) -> Any:
     return ffi.gc(ffi.new(f"{kind} **"), end)
 
 
-def _create(function: Any, free: Any, kind: str, *args: Any) -> Any:
+def create(function: Any, free: Any, kind: str, *args: Any) -> Any:
     owner = _owner(kind, free)
-    _call(function, *args, owner)
+    call(function, *args, owner)
     return owner
 
 
@@ -78,7 +78,7 @@ def _ints(array: np.ndarray, kind: str = "int32_t") -> Any:
     return ffi.cast(f"{kind} *", ffi.from_buffer(array))
 
 
-def _text(c: Any) -> str:
+def text(c: Any) -> str:
     return ffi.string(c).decode()
 
 
@@ -124,10 +124,10 @@ class Engine(Handle):
             "mc_engine_opts *",
             {"threads": threads, "lanes": lanes, "io": IO_MODES[io], "budget": budget, "isa": name},
         )
-        self._own = _create(lib.mc_engine_create, lib.mc_engine_free, "mc_engine", opts)
+        self._own = create(lib.mc_engine_create, lib.mc_engine_free, "mc_engine", opts)
 
     def file(self, path: str) -> int:
-        return _call(lib.mc_engine_file, self, _path(path))
+        return call(lib.mc_engine_file, self, _path(path))
 
     def cancel(self, on: bool = True) -> None:
         lib.mc_engine_cancel(self.pin()[0], int(on))
@@ -135,7 +135,7 @@ class Engine(Handle):
     def stats(self) -> Any:
         """mc_stats, as the C struct."""
         out = ffi.new("mc_stats *")
-        _call(lib.mc_engine_stats, self, out)
+        call(lib.mc_engine_stats, self, out)
         return out
 
 
@@ -177,18 +177,18 @@ class Linear(Handle):
     def __init__(self, engine: Engine, weight: dict[str, int], resident: bool = True) -> None:
         self.rows, self.cols, self.resident = weight["rows"], weight["cols"], resident
         desc = ffi.new("mc_tensor *", weight)
-        self._own = _create(
+        self._own = create(
             lib.mc_linear_create, lib.mc_linear_free, "mc_linear", engine, desc, int(resident)
         )
 
     def forward(self, x: np.ndarray, y: np.ndarray) -> None:
         """y (n, rows) = x (n, cols) W^T."""
         n = x.shape[0]
-        _call(lib.mc_linear_forward, self, _floats(x, n, self.cols), n, _floats(y, n, self.rows))
+        call(lib.mc_linear_forward, self, _floats(x, n, self.cols), n, _floats(y, n, self.rows))
 
     def pick(self, ids: np.ndarray, y: np.ndarray) -> None:
         """y (n, cols) = the rows ids (int32) of the matrix."""
-        _call(lib.mc_linear_rows, self, _ints(ids), len(ids), _floats(y, len(ids), self.cols))
+        call(lib.mc_linear_rows, self, _ints(ids), len(ids), _floats(y, len(ids), self.cols))
 
 
 class Head(Handle):
@@ -197,14 +197,14 @@ class Head(Handle):
     ) -> None:
         self.rows, self.cols = weight.rows, weight.cols
         desc = ffi.new("mc_norm *", norm_desc)
-        self._own = _create(
+        self._own = create(
             lib.mc_head_create, lib.mc_head_free, "mc_head", engine, desc, weight, max_tok
         )
 
     def forward(self, x: np.ndarray, pick: np.ndarray, y: np.ndarray) -> None:
         """y (n, vocab) = logits of rows pick (int32) of x."""
         n = len(pick)
-        _call(
+        call(
             lib.mc_head_forward,
             self,
             _floats(x, 1, self.cols),
@@ -219,7 +219,7 @@ class Kv(Handle):
 
     def __init__(self, engine: Engine, desc: dict[str, Any]) -> None:
         self.engine = engine
-        self._own = _create(
+        self._own = create(
             lib.mc_kv_create, lib.mc_kv_free, "mc_kv", engine, ffi.new("mc_kv_desc *", desc)
         )
 
@@ -230,17 +230,17 @@ class SessionHandle(Handle):
 
     @classmethod
     def new(cls, kv: Kv) -> SessionHandle:
-        return cls(_create(lib.mc_session_create, lib.mc_session_free, "mc_session", kv))
+        return cls(create(lib.mc_session_create, lib.mc_session_free, "mc_session", kv))
 
     @classmethod
     def load(cls, kv: Kv, path: str, model: bytes, room: int) -> tuple[SessionHandle, bytes]:
         """The session and the caller's bytes that were saved with it."""
         meta, own = ffi.new("uint8_t[]", room), _owner("mc_session", lib.mc_session_free)
-        n = _call(lib.mc_session_load, kv, _path(path), model, meta, room, own)
+        n = call(lib.mc_session_load, kv, _path(path), model, meta, room, own)
         return cls(own), bytes(ffi.buffer(meta, n))
 
     def save(self, path: str, model: bytes, meta: bytes) -> None:
-        _call(
+        call(
             lib.mc_session_save,
             self,
             _path(path),
@@ -250,13 +250,13 @@ class SessionHandle(Handle):
         )
 
     def fork(self) -> SessionHandle:
-        return SessionHandle(_create(lib.mc_session_fork, lib.mc_session_free, "mc_session", self))
+        return SessionHandle(create(lib.mc_session_fork, lib.mc_session_free, "mc_session", self))
 
     def snapshot(self) -> None:
-        _call(lib.mc_session_snapshot, self)
+        call(lib.mc_session_snapshot, self)
 
     def rewind(self, n: int) -> None:
-        _call(lib.mc_session_rewind, self, n)
+        call(lib.mc_session_rewind, self, n)
 
     @property
     def position(self) -> int:
@@ -268,17 +268,17 @@ class Step(Handle):
     """Moves sessions forward together; commit keeps the work, abort (or an error) leaves no trace."""
 
     def __init__(self, engine: Engine) -> None:
-        self._own = _create(lib.mc_step_create, lib.mc_step_free, "mc_step", engine)
+        self._own = create(lib.mc_step_create, lib.mc_step_free, "mc_step", engine)
 
     def begin(self, sessions: Sequence[SessionHandle]) -> None:
         owners = [s.pin() for s in sessions]
-        _call(lib.mc_step_begin, self, [own[0] for own in owners], len(owners))
+        call(lib.mc_step_begin, self, [own[0] for own in owners], len(owners))
 
     def chunk(self, counts: Sequence[int]) -> None:
-        _call(lib.mc_step_chunk, self, counts)
+        call(lib.mc_step_chunk, self, counts)
 
     def commit(self) -> None:
-        _call(lib.mc_step_commit, self)
+        call(lib.mc_step_commit, self)
 
     def abort(self) -> None:
         own = self.pin()
@@ -290,14 +290,14 @@ class Mixer(Handle):
 
     def __init__(self, engine: Engine, kind: str, desc: dict[str, Any]) -> None:
         self._forward = getattr(lib, f"mc_{kind}_forward")
-        self._own = _create(
+        self._own = create(
             getattr(lib, f"mc_{kind}_create"), getattr(lib, f"mc_{kind}_free"), f"mc_{kind}",
             engine, ffi.new(f"mc_{kind}_desc *", desc),
         )  # fmt: skip
 
     def forward(self, step: Step, x: np.ndarray) -> None:
         """x (n_tok, hidden) += mixer(norm(x))."""
-        _call(self._forward, self, step, _floats(x))
+        call(self._forward, self, step, _floats(x))
 
 
 class Store(Handle):
@@ -306,16 +306,16 @@ class Store(Handle):
     def __init__(
         self, engine: Engine, n_layer: int, n_expert: int, top_k: int, policy: str
     ) -> None:
-        self._own = _create(
+        self._own = create(
             lib.mc_store_create, lib.mc_store_free, "mc_store", engine, n_layer, n_expert, top_k,
             POLICIES[policy],
         )  # fmt: skip
 
     def open(self, slots: int) -> None:
-        _call(lib.mc_store_open, self, slots)
+        call(lib.mc_store_open, self, slots)
 
     def resize(self, slots: int) -> None:
-        _call(lib.mc_store_resize, self, slots)
+        call(lib.mc_store_resize, self, slots)
 
 
 class Moe(Handle):
@@ -328,56 +328,23 @@ class Moe(Handle):
             if experts.nbytes != experts.shape[0] * ffi.sizeof("mc_expert"):
                 raise ValueError("experts: layout differs from mc_expert")
             pointer = ffi.cast("mc_expert *", ffi.from_buffer(experts))
-        self._own = _create(
+        self._own = create(
             lib.mc_moe_create, lib.mc_moe_free, "mc_moe", engine,
             ffi.NULL if store is None else store, ffi.new("mc_moe_desc *", desc), pointer,
         )  # fmt: skip
 
-    def forward(self, step: Step, x: np.ndarray, routed: np.ndarray | None = None) -> None:
-        """x (n_tok, hidden) += moe(norm(x)); routed (n_tok, top_k) int32 receives the expert ids."""
-        ids = ffi.NULL if routed is None else _ints(routed)
-        _call(lib.mc_moe_forward, self, step, _floats(x), ids)
-
-
-class Bench(Handle):
-    """The kernel benchmark (tests/c/bench.h): creating it measures the limits, a second or two."""
-
-    MIB = lib.MC_BENCH_MIB
-    LIMITS = (None, "read", "fma")
-
-    def __init__(self, threads: int, isa: str | None) -> None:
-        name = ffi.NULL if isa is None else ffi.new("char[]", isa.encode())
-        self._own = _create(lib.mc_bench_create, lib.mc_bench_free, "mc_bench", threads, name)
-
-    def limits(self) -> dict[str, Any]:
-        own = self.pin()
-        c = lib.mc_bench_limits_of(own[0])
-        reads = [{"name": _text(r.name), "gbs": r.gbs} for r in c.read[0 : c.n_read]]
-        names = ("threads", "read_bytes", "read_gbs", "fma_gflops")
-        return {"isa": _text(c.isa)} | {n: getattr(c, n) for n in names} | {"reads": reads}
-
-    @staticmethod
-    def names() -> list[str]:
-        """Of the cases, by their numbers."""
-        out, names = ffi.new("char[128]"), []
-        for i in range(lib.mc_bench_cases()):
-            _call(lib.mc_bench_name, i, out, len(out))
-            names.append(_text(out))
-        return names
-
-    def run(self, i: int) -> list[dict[str, Any]]:
-        """Case i, timed: rows with the fields of mc_bench_row."""
-        rows = ffi.new("mc_bench_row[]", lib.MC_BENCH_ROWS)
-        names = (
-            "times", "median_s", "min_s", "bytes", "flops", "gbs", "gflops", "read_gbs", "of_read",
-            "of_fma", "ratio",
-        )  # fmt: skip
-        return [
-            {"name": _text(r.name)}
-            | {name: getattr(r, name) for name in names}
-            | {"limit": self.LIMITS[r.limit], "s": list(r.s)}
-            for r in rows[0 : _call(lib.mc_bench_run, self, i, rows)]
-        ]
+    def forward(
+        self,
+        step: Step,
+        x: np.ndarray,
+        routed: np.ndarray | None = None,
+        forced: np.ndarray | None = None,
+    ) -> None:
+        """x (n_tok, hidden) += moe(norm(x)); routed (n_tok, top_k) int32 receives the expert ids; forced: the
+        ids to use in place of the router's choice, of the same shape."""
+        out = ffi.NULL if routed is None else _ints(routed)
+        given = ffi.NULL if forced is None else _ints(forced)
+        call(lib.mc_moe_forward, self, step, _floats(x), given, out)
 
 
 # ---- pure functions ----
@@ -427,7 +394,7 @@ def policy_replay(
 ) -> tuple[int, int]:
     """(hits, misses) of a trace; see mc_policy_replay. layer, ids int32; token, start int64."""
     out = ffi.new("int64_t[2]")
-    _call(
+    call(
         lib.mc_policy_replay, POLICIES[policy], n_layer, n_expert, slots, len(layer), _ints(layer),
         _ints(token, "int64_t"), _ints(start, "int64_t"), _ints(ids), out, out + 1,
     )  # fmt: skip
@@ -448,7 +415,7 @@ def decode(dtype: str, raw: bytes, n: int) -> np.ndarray:
     if len(raw) < -(-n * BITS[dtype] // 8):
         raise ValueError(f"{n} values of {dtype}: too few bytes, {len(raw)}")
     out = np.empty(n, np.float32)
-    _call(lib.mc_decode, DTYPES[dtype], raw, n, _floats(out))
+    call(lib.mc_decode, DTYPES[dtype], raw, n, _floats(out))
     return out
 
 
@@ -473,7 +440,7 @@ def gemm(
     t = {"dtype": DTYPES[dtype], "rows": rows, "cols": cols, "scale_dtype": DTYPES[scale_dtype]}
     if scale is not None:
         t["block_rows"], t["block_cols"] = block
-    _call(
+    call(
         lib.mc_gemm, isa.encode(), ffi.new("mc_tensor *", t), w,
         ffi.NULL if scale is None else ffi.from_buffer(scale), _floats(x), x.shape[0], _floats(y),
     )  # fmt: skip

@@ -404,15 +404,15 @@ static inline int block_forward(const world *w, mc_step *st, int block, float *x
     case 0:
         return mc_attn_forward(w->attn[0], st, x, err);
     case 1:
-        return mc_moe_forward(w->moe[0], st, x, routed, err);
+        return mc_moe_forward(w->moe[0], st, x, NULL, routed, err);
     case 2:
         return mc_delta_forward(w->delta[0], st, x, err);
     case 3:
-        return mc_moe_forward(w->moe[1], st, x, routed, err);
+        return mc_moe_forward(w->moe[1], st, x, NULL, routed, err);
     case 4:
         return mc_attn_forward(w->attn[1], st, x, err);
     case 5:
-        return mc_moe_forward(w->moe[2], st, x, NULL, err);
+        return mc_moe_forward(w->moe[2], st, x, NULL, NULL, err);
     default:
         return mc_delta_forward(w->delta[1], st, x, err);
     }

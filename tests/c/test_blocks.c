@@ -237,6 +237,39 @@ static void check_reference(const model *m, setting set) {
     close_world(&w);
 }
 
+/* Ids from outside take the place of the router's choice and are checked. */
+static void check_forced(const model *m, setting set) {
+    world w = open_world(m, set);
+    mc_session *s = new_session(&w);
+    mc_error err = {0};
+    float *in = test_alloc(T * H * 4), *x = test_alloc(T * H * 4), *y = test_alloc(T * H * 4);
+    int32_t own[T * TOP_K], ids[T * TOP_K], got[T * TOP_K];
+    int64_t n = T;
+    embed(1, 0, T, in);
+    CHECK(mc_step_begin(w.st, &s, 1, &err) == MC_OK, "%s", err.message);
+    CHECK(mc_step_chunk(w.st, &n, &err) == MC_OK, "%s", err.message);
+    memcpy(x, in, T * H * 4);
+    CHECK(mc_moe_forward(w.moe[0], w.st, x, NULL, own, &err) == MC_OK, "%s", err.message);
+    memcpy(y, in, T * H * 4);
+    CHECK(mc_moe_forward(w.moe[0], w.st, y, own, got, &err) == MC_OK, "%s", err.message);
+    CHECK(!memcmp(x, y, T * H * 4) && !memcmp(own, got, sizeof got), "its own choice, forced");
+    for (int i = 0; i < T * TOP_K; i++) ids[i] = (i / TOP_K + i % TOP_K) % EXPERTS;
+    memcpy(y, in, T * H * 4);
+    CHECK(mc_moe_forward(w.moe[0], w.st, y, ids, got, &err) == MC_OK, "%s", err.message);
+    CHECK(memcmp(x, y, T * H * 4) && !memcmp(ids, got, sizeof got), "another choice");
+    ids[3] = EXPERTS;
+    CHECK(mc_moe_forward(w.moe[0], w.st, y, ids, got, &err) == MC_ERANGE, "an id too large");
+    ids[3] = -1;
+    CHECK(mc_moe_forward(w.moe[0], w.st, y, ids, got, &err) == MC_ERANGE, "an id too small");
+    ids[3] = ids[3 / TOP_K * TOP_K == 3 ? 4 : 3 / TOP_K * TOP_K];
+    CHECK(mc_moe_forward(w.moe[0], w.st, y, ids, got, &err) == MC_EINVAL, "an id twice");
+    mc_session_free(s);
+    free(in);
+    free(x);
+    free(y);
+    close_world(&w);
+}
+
 static void check_head(const model *m, setting set) {
     world w = open_world(m, set);
     mc_error err = {0};
@@ -362,6 +395,7 @@ int main(int argc, char **argv) {
         if (!strstr(mc_engine_isas(), set.isa)) continue;
         check_reference(m, set);
         if (i < 4) check_head(m, set);
+        if (i < 4) check_forced(m, set);
     }
     check_bits(m, MC_F32, 12);
     check_bits(m, MC_BF16, 5);
