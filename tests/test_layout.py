@@ -25,11 +25,12 @@ LEVELS = [
     {"base"},
     {"error", "crc", "cpu"},
     {"pool"},
-    {"dtype", "policy"},
+    {"dtype", "policy", "trial"},
     {"ops", "io"},
     {"engine"},
     {"acts"},
     {"expert", "slabs"},
+    {"ahead"},
     {"linear", "kv", "session", "session_file", "store"},
     {"attn", "delta", "moe"},
 ]
