@@ -61,7 +61,7 @@ class Footprint:
     """
 
     model_type: str
-    layers: int
+    moe_layers: int
     experts_a_layer: int
     top_k: int
     experts: int
@@ -91,22 +91,26 @@ def measure(config: Mapping[str, Any], where: str = "config.json", kv: str = "bf
     text, a = describe(top)
     notes = list(a.notes)
     columns = []
-    shipped = storage(top, text, a)
+    shipped, fp8 = storage(top, text, a), (a.fp8 or FP8_BARE,) * 2
     if isinstance(shipped, str):
         notes.append(f"{shipped} is not understood: nothing is said about it as shipped")
     else:
         columns.append(column("as shipped", a, *shipped))
-    if a.fp8 is None:
+        if shipped[0].bits == 8:
+            fp8 = shipped
+    if a.fp8 is None and fp8[0] is FP8_BARE:
         notes.append(
             "no FP8 release of this type is known: fp8 is a byte for each value of a matrix, "
             "without scales and the biases of experts"
         )
-    columns.append(column("fp8", a, a.fp8 or FP8_BARE, a.fp8 or FP8_BARE))
+    elif a.fp8 is None:
+        notes.append("the scales of FP8 blocks are taken as F32")
+    columns.append(column("fp8", a, *fp8))
     columns.append(column("4 bit", a, MXFP4, MXFP4))
     width = KV_BYTES[kv]
     return Footprint(
         model_type=a.name,
-        layers=a.layers,
+        moe_layers=a.layers,
         experts_a_layer=a.experts,
         top_k=a.top_k,
         experts=a.layers * a.experts,
@@ -145,7 +149,10 @@ def column(name: str, a: Architecture, expert: Form, resident: Form) -> Column:
 
 
 def bytes_of(t: Tensor, expert: Form, resident: Form) -> int:
-    """Bytes of one tensor. FP8_BARE leaves the biases of experts out, as it does scales."""
+    """Bytes of one tensor. FP8_BARE leaves the biases of experts out, as it does scales; a float32
+    checkpoint is float32 throughout."""
+    if t.dtype == "BF16" and resident is F32:
+        return F32.bytes(t.shape)
     if t.dtype:
         return 0 if t.group == EXPERT and expert is FP8_BARE else t.kept_bytes
     assert t.group in (EXPERT, LINEAR)
@@ -195,5 +202,7 @@ def _compressed(q: Config) -> tuple[Form, Form] | str:
         return FP8_ROWS, FP8_ROWS
     if kind[:3] == (4, "int", "group") and type(kind[3]) is int and 0 < kind[3] <= 1 << 20:
         int4 = Form(f"int4 by {kind[3]}", 4, (1, kind[3]), 2)
-        return int4, BF16 if "self_attn" in shown(q.get("ignore")) else int4
+        ignore = q.get("ignore")
+        listed = [x for x in ignore if isinstance(x, str)] if isinstance(ignore, list) else []
+        return int4, BF16 if any("self_attn" in x for x in listed) else int4
     return f"compressed-tensors {shown(kind)}"

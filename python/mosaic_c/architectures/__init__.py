@@ -41,11 +41,13 @@ def describe(top: Config) -> tuple[Config, Architecture]:
     for kind in types:
         if not isinstance(kind, str):
             raise top.error("model_type", "a string", kind)
-    for kind in types:
-        for name in (kind, kind.removesuffix("_text")):
-            if name in BUILDERS:
-                return text, BUILDERS[name](text)
-    return text, unknown(text, types[0] if types else None)
+    names = (name for kind in types for name in (kind, kind.removesuffix("_text")))
+    build = next((BUILDERS[name] for name in names if name in BUILDERS), None)
+    found = build(text) if build else unknown(text, types[0] if types else None)
+    if not found.layers:
+        keys = "mlp_only_layers, decoder_sparse_step, first_k_dense_replace, moe_layer_freq"
+        raise MosaicError(f"{text.where}: no layer has experts, see {keys}", code="EUNSUPPORTED")
+    return text, found
 
 
 def unknown(c: Config, kind: str | None) -> Architecture:

@@ -124,7 +124,7 @@ def hybrid(c: Config, name: str, prefix: str, *, fused: bool, scale: int) -> Arc
     linear_layer = [
         *inputs,
         kept(f"{mixer}.conv1d.weight", channels, 1, kernel),
-        kept(f"{mixer}.A_log", v),
+        kept(f"{mixer}.A_log", v),  # this and the norm are F32 in some releases: 320 bytes a layer
         kept(f"{mixer}.dt_bias", v),
         kept(f"{mixer}.norm.weight", dv),
         linear(f"{mixer}.out_proj", s.hidden, values),

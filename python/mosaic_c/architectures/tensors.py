@@ -54,7 +54,7 @@ class Form:
 BF16 = Form("BF16", 16)
 F32 = Form("F32", 32)
 MXFP4 = Form("MXFP4", 4, (1, 32), 1)  # 4.25 bits a value
-FP8_BARE = Form("FP8 without scales", 8)  # where no release fixes a layout of scales
+FP8_BARE = Form("FP8, no scales", 8)  # where no release fixes a layout of scales
 FP8_ROWS = Form("FP8 by row", 8, (1, WHOLE), 4)
 
 
