@@ -185,15 +185,11 @@ def plan_memory(
         smallest_chunk,
     )
     items = items_for(chosen, chunk)
-    # guesses pay where experts are read all the time and where they cost the cache little
-    ahead = (
-        top_k
-        if slots is None
-        and top_k * (len(moe) + 1) * slab
-        <= budget - sum(item.bytes for item in items)
-        < experts * slab
-        else 0
-    )
+    # reading ahead is no use where all experts stay, and comes second to one token's experts
+    free = budget - sum(item.bytes for item in items)
+    first = top_k * len(moe) * slab if slots is None else slots * unit
+    all_stay = free >= experts * slab if slots is None else slots == most
+    ahead = 0 if all_stay or first + top_k * slab > free else top_k
     if ahead:
         items.append(Item("reads ahead", ahead * slab, f"{ahead} slabs"))
     room = (budget - sum(item.bytes for item in items)) // unit if unit else 0
