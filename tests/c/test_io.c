@@ -163,7 +163,8 @@ static void check_errors(int mode) {
     j.fail_at = -1;
     memset(t.base, CANARY, (size_t)t.size);
     mci_io_submit(io, &bad, &err);
-    CHECK(mci_io_next(io, true) == &bad && bad.err.code == MC_OK && range_right(io, &t, &bad.run[0]),
+    CHECK(mci_io_next(io, true) == &bad && bad.err.code == MC_OK &&
+              range_right(io, &t, &bad.run[0]),
           "the same read again: %s", bad.err.message);
     mci_io_inject(io, NULL, NULL);
 
@@ -262,7 +263,8 @@ static void check_huge(int mode) {
         mci_io_create(mode, 1, &io, &err);
         int32_t file = mci_io_open(io, path, &err);
         mci_io_inject(io, injected, &j);
-        mci_read r = {.n_run = 1, .run = {{file, 4096 + 7, size - 9999, mode == MC_IO_MMAP ? NULL : (uint8_t *)mem + 7}}};
+        uint8_t *dst = mode == MC_IO_MMAP ? NULL : (uint8_t *)mem + 7;
+        mci_read r = {.n_run = 1, .run = {{file, 4096 + 7, size - 9999, dst}}};
         mci_io_submit(io, &r, &err);
         mci_io_next(io, true);
         CHECK(r.err.code == MC_OK, "%s", r.err.message);
