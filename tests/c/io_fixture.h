@@ -117,7 +117,7 @@ static inline int64_t injected(void *ctx, int fd, void *buf, int64_t n, int64_t 
     j->largest = MCI_MAX(j->largest, n);
     j->total += n;
     pthread_mutex_unlock(&j->lock);
-    if (j->delay) usleep((useconds_t)(dice % 400));
+    if (j->delay) usleep((useconds_t)(dice % 100));
     if (j->interrupt && dice >> 8 & 1) {
         errno = EINTR;
         return -1;

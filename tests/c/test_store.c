@@ -222,6 +222,8 @@ static int use_line(mc_store *s, const model *m, rng *r, int layer, const int32_
 
 static void check_random(const model *m, int policy, int lanes, int io, int64_t slots,
                          bool faults) {
+    if (io == MC_IO_URING && mci_io_mode(io, NULL) < 0) io = MC_IO_DIRECT;
+    if (io == MC_IO_MMAP) slots = policy == MC_POLICY_LAYER_LRU ? E : L * E;
     inject j = {.lock = PTHREAD_MUTEX_INITIALIZER, .r = {(uint64_t)slots}, .delay = slots % 2};
     rng r = {(uint64_t)(policy * 1000 + lanes * 100 + slots)};
     mc_error err = {0};
@@ -281,6 +283,10 @@ static void check_random(const model *m, int policy, int lanes, int io, int64_t 
         if (rng_below(&r, 12) == 0) {
             int64_t gone[L * E];
             int64_t to = floor + (int64_t)rng_below(&r, (uint64_t)(slots_max - floor + 1));
+            if (io == MC_IO_MMAP && to < slots_max) {
+                CHECK(mc_store_resize(s, to, &err) == MC_EBUDGET, "mapped: all or none");
+                to = slots_max;
+            }
             CHECK(mc_store_resize(s, to, &err) == MC_OK, "%s", err.message);
             mci_policy_resize(shadow, to, gone);
             CHECK(e->stats.slots == (policy == MC_POLICY_LAYER_LRU ? to * L : to), "slots told");
@@ -564,8 +570,8 @@ int main(int argc, char **argv) {
             for (int k = 0; k < 6; k++) {
                 static const int64_t all[6] = {4, 5, 7, 11, 20, 40}, each[6] = {1, 2, 3, 6, 11, 12};
                 int64_t slots = policy == MC_POLICY_LAYER_LRU ? each[k] : all[k];
-                check_random(m, policy, lanes, k % 2 ? MC_IO_PREAD : MC_IO_DIRECT, slots, false);
-                check_random(m, policy, lanes, k % 2 ? MC_IO_AUTO : MC_IO_PREAD, slots, true);
+                check_random(m, policy, lanes, MC_IO_PREAD + k % 4, slots, false);
+                check_random(m, policy, lanes, (k + 2) % 5, slots, true);
             }
     check_bind_errors(m);
     check_hoarder(m);
