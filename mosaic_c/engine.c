@@ -13,8 +13,6 @@ int mc_engine_create(const mc_engine_opts *opts, mc_engine **out, mc_error *err)
         return mci_fail(err, MC_EINVAL, 0, "threads: expected 1..256, got %d", opts->threads);
     if (opts->lanes < 0 || opts->lanes > 64)
         return mci_fail(err, MC_EINVAL, 0, "lanes: expected 0..64, got %d", opts->lanes);
-    if (opts->io < MC_IO_AUTO || opts->io > MC_IO_DIRECT)
-        return mci_fail(err, MC_EINVAL, 0, "io: unknown mode %d", opts->io);
     if (opts->budget < 0)
         return mci_fail(err, MC_EINVAL, 0, "budget: expected bytes, got %lld",
                         (long long)opts->budget);
@@ -119,6 +117,10 @@ void mc_engine_cancel(mc_engine *e, int on) {
     atomic_store_explicit(&e->cancel, on != 0, memory_order_relaxed);
 }
 
+int mc_io_mode(int32_t mode, mc_error *err) { return mci_io_mode(mode, err); }
+
+int mc_io_most(int32_t mode) { return mci_io_most(mode); }
+
 int mc_engine_file(mc_engine *e, const char *path, mc_error *err) {
     int rc = mci_enter(e, err);
     if (rc < 0) return rc;
@@ -141,6 +143,10 @@ int mc_engine_stats(mc_engine *e, mc_stats *out, mc_error *err) {
     out->reads = io.reads;
     out->bytes_read = io.bytes;
     out->read_s = io.read_s;
+    out->busy_s = io.busy_s;
+    out->io = io.mode;
+    out->depth = io.depth;
+    memcpy(out->io_note, io.note, sizeof out->io_note);
     out->lanes = io.lanes;
     out->lanes_ran = io.lanes_ran;
     out->files_direct = io.files_direct;
