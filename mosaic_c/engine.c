@@ -5,6 +5,35 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+/* What a compiler tells of itself and of the flags that all files share. */
+#if defined(__clang__)
+#define COMPILER "clang " __clang_version__
+#elif defined(__GNUC__)
+#define COMPILER "gcc " __VERSION__
+#else
+#define COMPILER "unknown compiler"
+#endif
+#ifdef __OPTIMIZE__
+#define OPTIMIZED ", optimized"
+#else
+#define OPTIMIZED ", not optimized"
+#endif
+#ifdef __FAST_MATH__
+#define FAST_MATH ", fast-math"
+#else
+#define FAST_MATH ""
+#endif
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define SANITIZED ", sanitized"
+#else
+#define SANITIZED ""
+#endif
+#ifdef __AVX__
+#define NATIVE ", AVX everywhere"
+#else
+#define NATIVE ""
+#endif
+
 int mc_engine_create(const mc_engine_opts *opts, mc_engine **out, mc_error *err) {
     int rc;
     mc_engine *e;
@@ -128,6 +157,8 @@ int mc_engine_file(mc_engine *e, const char *path, mc_error *err) {
     mci_leave(e);
     return rc;
 }
+
+const char *mc_engine_build(void) { return COMPILER OPTIMIZED FAST_MATH SANITIZED NATIVE; }
 
 int mc_engine_stats(mc_engine *e, mc_stats *out, mc_error *err) {
     mci_io_stats io;

@@ -123,6 +123,10 @@ void mc_engine_cancel(mc_engine *e, int on);
 const char *mc_engine_isas(void);
 /* Features of this CPU and OS as words ("avx2 fma f16c ..."). */
 const char *mc_engine_cpu(void);
+/* How this was compiled, in words that commas part: "gcc 12.2.0, optimized". Others are "not
+ * optimized", "fast-math" (its results are no longer the canonical ones), "sanitized", and "AVX
+ * everywhere" (-march: it ends with SIGILL on a CPU without AVX). */
+const char *mc_engine_build(void);
 /* NULL where this build and machine have a GPU tier; otherwise the reason why not. */
 const char *mc_engine_gpu(void);
 

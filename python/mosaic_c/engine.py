@@ -179,6 +179,11 @@ def cpu() -> str:
     return ffi.string(lib.mc_engine_cpu()).decode()
 
 
+def build() -> str:
+    """How the extension was compiled, in words that commas part: mc_engine_build."""
+    return ffi.string(lib.mc_engine_build()).decode()
+
+
 def tensor(span: Any, files: Sequence[int]) -> dict[str, int]:
     """An mc_tensor from a located span (None: absent); files maps the span's file numbers to ids."""
     if span is None:
