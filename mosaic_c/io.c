@@ -177,8 +177,12 @@ static bool ring_landed(mci_io *io, mci_read *r, int k, int64_t result) {
     const mci_run *run = &r->run[k];
     result = MCI_MAX(result, 0);
     r->bytes += result;
-    if (result < run->offset % MCI_IO_BLOCK + run->bytes && r->err.code == MC_OK)
-        read_run(io, r, k, result);
+    if (result < run->offset % MCI_IO_BLOCK + run->bytes) {
+        pthread_mutex_lock(&io->lock);
+        io->stats.retried++;
+        pthread_mutex_unlock(&io->lock);
+        if (r->err.code == MC_OK) read_run(io, r, k, result);
+    }
     return --r->left == 0;
 }
 

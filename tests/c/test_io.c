@@ -113,6 +113,7 @@ static void check_ranges(int mode, int lanes, const inject *faults) {
           (long long)st.bytes, (long long)want, st.lanes_ran);
     if (mode == MC_IO_PREAD && !(faults && faults->shorten))
         CHECK(st.bytes == want, "pread takes exact ranges");
+    CHECK(st.retried == 0, "%lld runs failed in the ring", (long long)st.retried);
     if (faults && faults->refuse_direct && mode != MC_IO_MMAP)
         CHECK(st.files_direct == 0 && st.files_pread == 1, "the refusal shows in the stats");
     mci_io_free(io);

@@ -4,6 +4,7 @@
 #include <linux/seccomp.h>
 #include <stddef.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 
@@ -268,6 +269,9 @@ static void check_ring_errors(void) {
         else
             CHECK(r->err.code == MC_OK && range_right(io, &b.t[2], &r->run[0]), "the other one");
     CHECK(!mci_io_next(io, true), "the runs of a failed read are all over");
+    mci_io_stats st;
+    mci_io_get_stats(io, &st);
+    CHECK(st.retried == 1 || st.files_pread, "%lld runs failed", (long long)st.retried);
     munmap(none, 65536);
     /* memory that is not congruent to the file cannot be read directly */
     mci_run run = {file, 100, 5000, b.t[3].base + 1};
@@ -278,6 +282,80 @@ static void check_ring_errors(void) {
           "%s", odd.err.message);
     mci_io_free(io);
     free_batch(&b);
+}
+
+/* Freed with reads in the ring: nothing is written into their memory afterwards. */
+static void check_ring_end(void) {
+    for (int round = 0; round < 20; round++) {
+        batch b;
+        int32_t file;
+        uint8_t *copy[N];
+        mci_io *io = open_io(MC_IO_URING, 8, &file);
+        make_batch(io, &b, file);
+        for (int i = 0; i < N; i++) submit(io, &b.r[i]);
+        if (round % 2) usleep((useconds_t)(round * 20));
+        mci_io_free(io);
+        for (int i = 0; i < N; i++) {
+            copy[i] = test_alloc((size_t)b.t[i].size);
+            memcpy(copy[i], b.t[i].base, (size_t)b.t[i].size);
+        }
+        usleep(2000);
+        for (int i = 0; i < N; i++) {
+            CHECK(!memcmp(copy[i], b.t[i].base, (size_t)b.t[i].size), "written after the end");
+            free(copy[i]);
+        }
+        free_batch(&b);
+    }
+}
+
+/* A read makes the pages of its range exist in the mapping, and of little else. */
+static void check_populated(void) {
+    enum { AT = 3 << 20, LEN = 1 << 20 };
+    const int64_t page = sysconf(_SC_PAGESIZE);
+    mc_error err = {0};
+    int64_t there = 0, others = 0;
+    if (cached_pages(big, true) != 0) {
+        printf("note: this file system keeps pages regardless; mapped pages not checked\n");
+        return;
+    }
+    mci_io *io = NULL;
+    CHECK(mci_io_create(MC_IO_MMAP, 2, &io, &err) == MC_OK, "%s", err.message);
+    int32_t file = mci_io_open(io, big, &err);
+    mci_read r = {.n_run = 1, .run = {{file, AT + 5, LEN - 10, NULL}}};
+    submit(io, &r);
+    CHECK(mci_io_next(io, true) == &r && r.err.code == MC_OK && r.bytes == LEN, "%s, %lld bytes",
+          r.err.message, (long long)r.bytes);
+    size_t pages = (size_t)((SIZE + page - 1) / page);
+    uint8_t *seen = test_alloc(pages);
+    CHECK(mincore((void *)(uintptr_t)mci_io_at(io, file, 0), SIZE, seen) == 0, "mincore");
+    for (size_t i = 0; i < pages; i++) {
+        bool inside = (int64_t)i >= AT / page && (int64_t)i < (AT + LEN) / page;
+        there += inside && seen[i] & 1;
+        others += !inside && seen[i] & 1;
+    }
+    CHECK(there == LEN / page && others <= 32, "%lld pages of %lld, %lld others", (long long)there,
+          (long long)(LEN / page), (long long)others);
+    const volatile uint8_t *map = mci_io_at(io, file, 0);
+#ifdef MADV_POPULATE_READ
+    void *old = mmap(NULL, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (madvise(old, 4096, MADV_POPULATE_READ) == 0) { /* kernels from 5.14 on */
+        struct rusage before, after;
+        getrusage(RUSAGE_THREAD, &before);
+        for (int64_t i = AT; i < AT + LEN; i += page) (void)map[i];
+        getrusage(RUSAGE_THREAD, &after);
+        CHECK(after.ru_minflt - before.ru_minflt <= 4 && after.ru_majflt == before.ru_majflt,
+              "%ld faults in pages that exist", after.ru_minflt - before.ru_minflt);
+    }
+    munmap(old, 4096);
+#endif
+    there = others;
+    (void)map[(7 << 20) + 1]; /* a stray touch reads its page and no more */
+    CHECK(mincore((void *)(uintptr_t)map, SIZE, seen) == 0, "mincore");
+    others = -LEN / page;
+    for (size_t i = 0; i < pages; i++) others += seen[i] & 1;
+    CHECK(others <= there + 2, "%lld pages for one", (long long)(others - there));
+    free(seen);
+    mci_io_free(io);
 }
 
 /* A mapped file that shrinks is found before its pages are touched. */
@@ -339,6 +417,13 @@ static void without_uring(int sys) {
     CHECK(collect(io, &b) == (1u << N) - 1, "auto reads on");
     mci_io_free(io);
     free_batch(&b);
+}
+
+/* A ring can be made, but takes nothing: the probe finds out. */
+static void without_reads(void) {
+    mc_error err = {0};
+    if (!refuse(SYS_io_uring_enter, 0, 0, EPERM)) return;
+    CHECK(mci_io_mode(MC_IO_URING, &err) == MC_ESYS && err.sys == EPERM, "%s", err.message);
 }
 
 static void without_uring_enosys(void) {
@@ -417,8 +502,10 @@ int main(int argc, char **argv) {
     in_child(without_uring_eperm);
     if (ring) {
         in_child(without_enter);
+        in_child(without_reads);
         check_ring();
         check_ring_errors();
+        check_ring_end();
     } else {
         printf("note: no io_uring here; it is not checked\n");
     }
@@ -429,5 +516,6 @@ int main(int argc, char **argv) {
     }
     check_use();
     check_mapped_check();
+    check_populated();
     return end_files();
 }
