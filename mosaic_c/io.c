@@ -184,9 +184,7 @@ static void *lane_main(void *arg) {
         for (int32_t i = 0; i < r->n_run && r->err.code == MC_OK; i++)
             read_run(io, &r->run[i], &r->bytes, &r->err);
         t0 = mci_now() - t0;
-        r->found = false;
-        for (int32_t i = 0; r->scan && i < r->n_run && r->err.code == MC_OK; i++)
-            r->found |= r->scan(r->run[i].dst, r->run[i].bytes);
+        r->found = r->scan && r->err.code == MC_OK && r->scan(r);
 
         pthread_mutex_lock(&io->lock);
         if (!io->loading) {
