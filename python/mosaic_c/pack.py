@@ -160,7 +160,9 @@ class _Reader:
         experts = [x.experts for x in self.plan.moe_layers if x.experts]
         if len(entries) != len(experts):
             self._fail(f"layers: config.json has {len(experts)} layers with experts", len(entries))
-        layers = [self._layer(f"layers[{i}]", x, experts[i]) for i, x in enumerate(entries)]
+        layers = [
+            self._layer(f"layers[{i}]", x, experts[i], len(files)) for i, x in enumerate(entries)
+        ]
         self._tile(files, sizes, layers)
         return Pack(files, sizes, layers, source)
 
@@ -208,10 +210,12 @@ class _Reader:
             sizes.append(size)
         return names, sizes
 
-    def _layer(self, at: str, entry: object, e: Experts) -> PackLayer:
+    def _layer(self, at: str, entry: object, e: Experts, files: int) -> PackLayer:
         if not isinstance(entry, dict):
             self._fail(f"{at}: expected an object", entry)
         file, offset = self._whole(entry, "file", at), self._whole(entry, "offset", at)
+        if file >= files:
+            self._fail(f"{at}: file: the pack has {files}, counted from 0", file)
         count = self._whole(entry, "experts", at)
         if count != e.count:
             self._fail(f"{at}: experts: config.json has {e.count}", count)
@@ -261,8 +265,6 @@ class _Reader:
         end = [0] * len(files)
         for i in sorted(range(len(layers)), key=lambda i: (layers[i].file, layers[i].offset)):
             x = layers[i]
-            if x.file >= len(files):
-                self._fail(f"layers[{i}]: file: the pack has {len(files)}, counted from 0", x.file)
             if x.offset != end[x.file]:
                 what = "overlap" if x.offset < end[x.file] else "leave a hole"
                 self._fail(
