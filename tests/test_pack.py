@@ -354,6 +354,7 @@ BAD = [
     (put("layers.0.crc32c", "00"), FMT, ["crc32c: expected 8 hex digits for each of 16 experts"]),
     (put("layers.0.crc32c", "g" * 128), FMT, ["crc32c: expected 8 hex digits"]),
     (put("layers.0.crc32c", "0 " * 128), FMT, ["crc32c: expected 8 hex digits"]),
+    (put("layers.0.crc32c", "00 " * 64), FMT, ["crc32c: expected 8 hex digits"]),
     (put("layers.0.crc32c", [1]), FMT, ["layers[0]: crc32c: expected a string"]),
 ]  # fmt: skip
 
@@ -386,6 +387,18 @@ def test_folders_that_are_not_whole(packs, tmp_path):
     config["text_config"]["moe_intermediate_size"] = 64
     (folder / "config.json").write_text(json.dumps(config))
     refusal(lambda: Checkpoint.open(folder), "shape: config.json makes it [64, 96]", code="EFORMAT")
+
+
+def test_bytes_behind_the_last_record(packs, tmp_path):
+    folder = copied(packs["int4-row"], tmp_path)
+    m, path = manifest(folder), folder / "experts-00001.bin"
+    path.write_bytes(path.read_bytes() + bytes(4096))
+    m["files"][0]["bytes"] += 4096
+    (folder / "mosaic.json").write_text(json.dumps(m))
+    refusal(
+        lambda: Checkpoint.open(folder), "528384 bytes, expected as many as its records, got 524288",
+        code="EFORMAT",
+    )  # fmt: skip
 
 
 def test_experts_in_records_and_in_shards(packs, tmp_path):

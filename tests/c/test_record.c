@@ -262,7 +262,7 @@ static void check_views(const model *m, int io, int id, bool nan) {
 
 /* Every byte of a record counts, those of no part too; its neighbours are read as before. */
 static void check_damage(model *m, int io) {
-    mc_error err;
+    mc_error err = {0};
     char who[64];
     for (int64_t at = 0; at < m->record;
          at = at == m->record - 1 ? m->record : MCI_MIN(at + 977, m->record - 1)) {
@@ -297,6 +297,22 @@ static void check_recovery(model *m) {
     close_world(&w);
 }
 
+/* A file that ends early is that, whatever its bytes add up to. */
+static void check_short(const model *m, int io) {
+    world w;
+    mc_error err = {0};
+    mci_expert_view v;
+    CHECK(open_world(m, 0, io, &w, &err) == MC_OK, "%s", err.message);
+    CHECK(truncate(m->path[0], m->size[0] - BLOCK) == 0, "truncate");
+    CHECK(take(&w, L - 1, E - 1, &v, &err) == MC_EIO && strstr(err.message, "wanted"), "%s",
+          err.message);
+    mci_store_end(w.s);
+    write_file(m, 0);
+    CHECK(take(&w, L - 1, E - 1, &v, &err) == 1, "%s", err.message);
+    mci_store_end(w.s);
+    close_world(&w);
+}
+
 static void swap_bytes(uint8_t *a, uint8_t *b, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
         uint8_t t = a[i];
@@ -315,7 +331,7 @@ static void swap_crcs(mc_expert *a, mc_expert *b) {
 
 static void check_swaps(model *m) {
     static const int place[][2] = {{0, 1}, {1, 0}, {1, 1}};
-    mc_error err;
+    mc_error err = {0};
     for (int with_crc = 0; with_crc < 2; with_crc++)
         for (int i = 0; i < 3; i++) {
             mc_expert *a = &m->x[0][0][0], *b = &m->x[0][place[i][0]][place[i][1]];
@@ -415,6 +431,8 @@ int main(int argc, char **argv) {
     check_damage(&m, MC_IO_PREAD);
     check_damage(&m, MC_IO_DIRECT);
     check_recovery(&m);
+    check_short(&m, MC_IO_PREAD);
+    check_short(&m, MC_IO_DIRECT);
     check_swaps(&m);
     check_bind(&m);
     drop(&m);
