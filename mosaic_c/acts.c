@@ -11,9 +11,15 @@ typedef struct acts {
 
 static int64_t head_bytes(void) { return mci_round_up(sizeof(acts), MCI_ALIGN); }
 
+int64_t mc_thread_bytes(int32_t dtype, int64_t cols) {
+    if (!mci_dtype_get(dtype) || cols < 1 || cols > INT32_MAX) return MC_EINVAL;
+    if (!mci_dtype_get(dtype)->integer) return 0;
+    return mci_round_up(head_bytes() + MCI_ACTS_TOK * mci_qact_bytes(cols, 32), MCI_ALIGN);
+}
+
 int mci_acts_reserve(mc_engine *e, int dtype, int64_t cols, mc_error *err) {
     if (!mci_dtype_get(dtype)->integer) return MC_OK;
-    return mci_thread_reserve(e, head_bytes() + MCI_ACTS_TOK * mci_qact_bytes(cols, 32), err);
+    return mci_thread_reserve(e, mc_thread_bytes(dtype, cols), err);
 }
 
 void mci_acts_forget(mc_engine *e) { e->region++; }
@@ -28,8 +34,8 @@ const mci_qact *mci_acts_get(mc_engine *e, int thread, const mci_mat *w, const f
     const int64_t bytes = mci_qact_bytes(w->cols, group);
     for (int64_t t = 0; t < n; t++) {
         a->x[t] = x[t];
-        a->q[t] = mci_qact_fill(e->ops, x[t], w->cols, group,
-                                (uint8_t *)a + head_bytes() + t * bytes);
+        a->q[t] =
+            mci_qact_fill(e->ops, x[t], w->cols, group, (uint8_t *)a + head_bytes() + t * bytes);
     }
     a->region = e->region;
     a->n = n;

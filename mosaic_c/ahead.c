@@ -21,7 +21,7 @@ int mci_fetch(mc_engine *e, mci_slabs *slabs, const mci_experts *x, int32_t expe
     bool fresh;
     *slab = mci_slabs_take(slabs, &fresh);
     uint8_t *p = mci_slabs_at(slabs, *slab);
-    mci_experts_read(e, x, expert, p, r);
+    mci_experts_read(x, expert, p, r);
     r->fresh = fresh ? p : NULL;
     r->fresh_bytes = slabs->bytes;
     r->tag = tag;

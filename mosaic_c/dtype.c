@@ -67,7 +67,7 @@ int mci_format_check(const mc_tensor *t, const char *name, int64_t *bytes, int64
                         "%s: %s takes no scale for each %d x %d elements (0: a whole row)", name,
                         d->name, t->block_rows, t->block_cols);
     const mci_mat m = mci_mat_of(t, NULL, NULL);
-    *scale_bytes = (t->rows + t->block_rows - 1) / t->block_rows * mci_mat_scales(&m) * s->bits / 8;
+    *scale_bytes = mci_scales_bytes(&m);
     return MC_OK;
 }
 

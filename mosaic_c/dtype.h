@@ -85,6 +85,11 @@ static inline int mci_scale_size(const mci_mat *w) {
     return w->scale_dtype == MC_F32 ? 4 : w->scale_dtype == MC_F8E8M0 ? 1 : 2;
 }
 
+/* Bytes of all scales of a matrix that has any. */
+static inline int64_t mci_scales_bytes(const mci_mat *w) {
+    return (w->rows + w->block_rows - 1) / w->block_rows * mci_mat_scales(w) * mci_scale_size(w);
+}
+
 /* The scales of row r, for a matrix that has any, and that of its K block b. */
 static inline const uint8_t *mci_scale_row(const mci_mat *w, int64_t r) {
     /* block_rows is 1 or 128, and a division by what the compiler does not know costs 20 cycles */

@@ -1,20 +1,24 @@
 /* expert.h - the experts of one layer on disk: checked once, then where each matrix lies in its
- * file and in a slab of memory. Their scales are few and small and stay resident. It knows nothing
- * of caches.
+ * file and in a slab of memory. It knows nothing of caches.
  *
  * A slab takes whole blocks of the file; ranges whose blocks touch are one read, in any order:
  *
- *   file   ..|....uuuuuuuu|uuuuudddd|ddd.....|..      |: multiples of 4096
- *   slab     |....uuuuuuuu|uuuuudddd|ddd.....|....gggg|gg......|
- *             run 0: up and down              run 1: gate, from elsewhere
- */
+ *   file   ..|....uuuuuuuu|uuuuudddd|dddsss..|..      |: multiples of 4096
+ *   slab     |....uuuuuuuu|uuuuudddd|dddsss..|....gggg|gg......|
+ *             run 0: up and down, a scale     run 1: gate, from elsewhere
+ *
+ * Scales that touch the matrices of their expert, in the file of their own matrix, are read with
+ * them. Those that lie elsewhere (few and small) are read once and stay resident. */
 #ifndef MCI_EXPERT_H
 #define MCI_EXPERT_H
 #include "engine.h"
 
 typedef struct mci_mat_ref {
     int64_t offset;
-    const uint8_t *scale;
+    union {
+        const uint8_t *scale; /* resident, or NULL */
+        int64_t scale_offset; /* in the same file, where mci_expert_ref.inside has bit k */
+    };
     int32_t file;
     uint8_t dtype, scale_dtype;
     uint8_t block_rows, block_cols; /* 1 or 128; 0, 32, 64 or 128 */
@@ -22,13 +26,16 @@ typedef struct mci_mat_ref {
 
 typedef struct mci_expert_ref {
     mci_mat_ref mat[3]; /* gate, up, down */
+    uint32_t crc;       /* of a record: mc_expert */
+    bool record;
+    uint8_t inside;
 } mci_expert_ref;
 
 /* Of one layer. ref: (n), the caller's. */
 typedef struct mci_experts {
-    mci_io *io; /* set by bind */
     mci_expert_ref *ref;
-    int32_t n, hidden, width;
+    const mc_engine *e;
+    int32_t layer, n, hidden, width;
     int64_t slab_bytes; /* the largest; 0: not bound */
     void *scales;
     int64_t scale_bytes;
@@ -40,9 +47,9 @@ typedef struct mci_range {
 } mci_range;
 
 typedef struct mci_layout {
-    mci_range run[3]; /* exact bytes to read */
+    mci_range run[3]; /* bytes to read: exact, or a whole record */
     int64_t at[3];    /* where the first block of each run lies in the slab */
-    int64_t mat[3];   /* where gate, up, down begin in the slab */
+    int64_t part[6];  /* where gate, up, down, then their scales begin in the slab; -1: not there */
     int32_t n_run;
     int64_t bytes;
 } mci_layout;
@@ -54,9 +61,9 @@ int mci_experts_bind(mc_engine *e, mci_experts *x, int32_t layer, const mc_exper
 void mci_experts_free(mc_engine *e, mci_experts *x);
 mci_layout mci_experts_layout(const mci_experts *x, int32_t expert);
 /* Fills the ranges of a read of an expert into its slab (NULL: into the mapping of its file), and
- * what the lane searches them for. */
-void mci_experts_read(const mc_engine *e, const mci_experts *x, int32_t expert, uint8_t *slab,
-                      mci_read *r);
+ * the scan: the lane checks the CRC of a record and searches FP8 for NaN codes (r->found). x must
+ * stay where it is until the read ends. */
+void mci_experts_read(const mci_experts *x, int32_t expert, uint8_t *slab, mci_read *r);
 /* gate, up and down of an expert that lies in `slab` (NULL: in the mapping of its file); no_nan:
  * such a search found nothing. */
 void mci_experts_mats(const mci_experts *x, int32_t expert, const uint8_t *slab, bool no_nan,

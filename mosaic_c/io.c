@@ -82,11 +82,11 @@ static void read_run(mci_io *io, mci_read *r, int k, int64_t done) {
 /* All runs have come or failed; the seconds that took. */
 static double finish(mci_io *io, mci_read *r) {
     double seconds = mci_now() - r->began;
-    for (int32_t i = 0; r->scan && i < r->n_run && r->err.code == MC_OK; i++) {
-        const mci_run *run = &r->run[i];
-        r->found |=
-            r->scan(run->dst ? run->dst : mci_io_at(io, run->file, run->offset), run->bytes);
-    }
+    bool mapped = r->n_run && !r->run[0].dst;
+    for (int32_t i = 0; mapped && i < r->n_run; i++) /* the scan looks where they lie */
+        r->run[i].dst = (uint8_t *)(uintptr_t)mci_io_at(io, r->run[i].file, r->run[i].offset);
+    r->found = r->scan && r->err.code == MC_OK && r->scan(r);
+    for (int32_t i = 0; mapped && i < r->n_run; i++) r->run[i].dst = NULL;
     return seconds;
 }
 

@@ -21,10 +21,12 @@ typedef struct mci_read {
     uint8_t *fresh; /* memory never touched so far, of fresh_bytes: the lane makes its pages exist
                        before it reads into them; NULL: none */
     int64_t fresh_bytes;
-    /* NULL, or called by the lane, outside read_s, on the bytes of each run (gaps between matrices
-     * included) once all were read */
-    bool (*scan)(const uint8_t *p, int64_t n);
-    bool found;    /* scan was true of some run */
+    /* NULL, or called by the lane, outside read_s, once the bytes of all runs lie at their dst. It
+     * may refuse them: by err, like a read that failed */
+    bool (*scan)(struct mci_read *r);
+    const void *owner; /* the scan's own */
+    int32_t which;
+    bool found;    /* what scan said; false: no scan, or the read failed */
     mc_error err;  /* code 0: complete */
     int64_t bytes; /* taken from the file, superset included */
     struct mci_read *next;

@@ -70,16 +70,25 @@ enum { MC_F32 = 0, MC_BF16 = 1, MC_F16 = 2, MC_F8E4M3 = 3, MC_F4E2M1 = 4, MC_INT
  *
  * Elements of one block share a scale, which multiplies; a row is block_rows 1, block_cols 0. The
  * scales are a matrix (ceil(rows / block_rows), ceil(cols / block_cols)), row-major, of which the
- * last blocks may be partial. scale_file -1: none. file -1: the tensor is absent. */
+ * last blocks may be partial. scale_file -1: none. file -1: the tensor is absent.
+ * record, crc: see mc_expert; nothing else looks at them. */
 typedef struct mc_tensor {
     int32_t file, dtype;
     int64_t offset, rows, cols;
     int32_t scale_file, scale_dtype;
     int64_t scale_offset;
     int32_t block_rows, block_cols;
+    int32_t record;
+    uint32_t crc;
 } mc_tensor;
 
-/* One expert: gate and up (width, hidden), down (hidden, width). */
+/* One expert: gate and up (width, hidden), down (hidden, width).
+ *
+ * record 1, in all three: they and their scales are a record, which begins with gate at a multiple
+ * of 4096, ends at the first one behind the last of them and holds nothing else of use. crc, the
+ * same in all three: CRC-32C of the layer (as in mc_moe_desc) and the expert, 4 bytes each, then of
+ * the whole record. It is checked whenever the expert is read; bytes that differ fail that read
+ * with MC_EFORMAT. record 0: no check. */
 typedef struct mc_expert {
     mc_tensor gate, up, down;
 } mc_expert;
@@ -312,9 +321,13 @@ enum { MC_POLICY_AUTO = 0, MC_POLICY_LFU = 1, MC_POLICY_LRU = 2, MC_POLICY_LAYER
 int mc_store_create(mc_engine *e, int32_t n_layer, int32_t n_expert, int32_t top_k, int32_t policy,
                     mc_store **out, mc_error *err);
 void mc_store_free(mc_store *s);
-/* Memory of one slab that can hold any of the experts: the block-aligned superset of their ranges;
- * *scale_bytes: of the scales of all n, which are resident, each aligned to 128. Pure. */
+/* Memory of one slab that can hold any of the experts: the block-aligned superset of their ranges
+ * and of scales beside or between them, which are read with them; *scale_bytes: of all other scales
+ * of the n, which are resident, each aligned to 128. Pure. */
 int64_t mc_expert_slab(const mc_expert *experts, int64_t n, int64_t *scale_bytes);
+/* Memory that each compute thread takes to multiply by weights of a dtype with rows of `cols`; the
+ * most that any weight needs counts. Pure; MC_EINVAL: no such dtype or size. */
+int64_t mc_thread_bytes(int32_t dtype, int64_t cols);
 /* slots: experts the cache may hold: in all, or per layer for MC_POLICY_LAYER_LRU. ahead: slabs for
  * experts that the router of the next layer names beforehand (0: no reading ahead; more than 0: the
  * store tries it now and then and does it while it pays). Allocates slots + transit slabs
@@ -360,6 +373,9 @@ int mc_policy_replay(int32_t policy, int32_t n_layer, int32_t n_expert, int64_t 
                      mc_error *err);
 
 /* ---- decoding, for tests and tools ----------------------------------------------------------- */
+
+/* CRC-32C of bytes whose CRC is crc (0: none yet) followed by n more. */
+uint32_t mc_crc32c(uint32_t crc, const void *data, int64_t n);
 
 /* n unscaled values of a dtype to float32, exactly. */
 int mc_decode(int32_t dtype, const void *src, int64_t n, float *dst, mc_error *err);

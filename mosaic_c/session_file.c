@@ -42,7 +42,7 @@ typedef struct file {
     int fd;
     const char *path;
     int64_t at, dropped; /* bytes so far; of these, out of the page cache */
-    mci_crc crc;
+    uint32_t crc;        /* of these bytes */
 } file;
 
 /* Takes what has been read or written (once it is on disk) out of the page cache. */
@@ -54,7 +54,7 @@ static void drop_pages(file *f, bool written) {
 
 static int put(file *f, const void *data, int64_t n, mc_error *err) {
     const uint8_t *p = data;
-    mci_crc_add(&f->crc, data, n);
+    f->crc = mci_crc32c(f->crc, data, n);
     while (n > 0) {
         ssize_t k = write(f->fd, p, (size_t)MCI_MIN(n, CACHED));
         if (k < 0 && errno == EINTR) continue;
@@ -77,7 +77,7 @@ static int write_all(mc_session *s, file *f, const header *h, const void *meta, 
         return rc;
     for (int64_t i = 0; i < h->n_page; i++)
         if ((rc = put(f, mci_kv_page(kv, s->pages[i]), kv->page_bytes, err)) < 0) return rc;
-    uint32_t crc = f->crc.value;
+    uint32_t crc = f->crc;
     if ((rc = put(f, &crc, 4, err)) < 0) return rc;
     if (fsync(f->fd) < 0)
         return mci_fail(err, MC_EIO, errno, "%s: fsync failed: %s", f->path, strerror(errno));
@@ -116,7 +116,6 @@ int mc_session_save(mc_session *s, const char *path, const uint8_t *model, const
     h.pos = s->pos;
     h.n_page = kv->d.n_attn ? (s->pos + MC_PAGE_TOKENS - 1) / MC_PAGE_TOKENS : 0;
     h.n_meta = n_meta;
-    mci_crc_init(&f.crc);
     fd = f.fd = mkostemp(tmp, O_CLOEXEC); /* a name of its own: others may save here at once */
     if (fd >= 0 && exists) (void)fchmod(fd, old.st_mode & 0777);
     if (fd < 0) {
@@ -152,7 +151,7 @@ static int get(file *f, void *data, int64_t n, mc_error *err) {
         f->at += k;
         if (f->at - f->dropped >= CACHED) drop_pages(f, false);
     }
-    mci_crc_add(&f->crc, data, n);
+    f->crc = mci_crc32c(f->crc, data, n);
     return MC_OK;
 }
 
@@ -212,7 +211,7 @@ static int read_all(mc_session *s, file *f, const uint8_t *model, void *meta, in
         s->pages[s->n_page++] = page;
         if ((rc = get(f, mci_kv_page(kv, page), kv->page_bytes, err)) < 0) return rc;
     }
-    want = f->crc.value;
+    want = f->crc;
     if ((rc = get(f, &crc, 4, err)) < 0) return rc;
     if (crc != want)
         return mci_fail(err, MC_EFORMAT, 0, "%s: damaged: CRC expected %08x, got %08x", f->path,
@@ -230,7 +229,6 @@ int64_t mc_session_load(mc_kv *kv, const char *path, const uint8_t *model, void 
     *out = NULL;
     if (rc < 0) return rc;
     file f = {.path = path};
-    mci_crc_init(&f.crc);
     f.fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a FIFO must not hang us */
     if (f.fd < 0) {
         rc = mci_fail(err, MC_EIO, errno, "%s: cannot open: %s", path, strerror(errno));

@@ -29,7 +29,7 @@ import numpy as np
 import mosaic_c
 from mosaic_c import engine
 from mosaic_c.bench import read_threads
-from mosaic_c.bind import CODE_NAMES, SIZES
+from mosaic_c.bind import matrix_bytes, scale_bytes
 from mosaic_c.checkpoint import Checkpoint
 
 TOKENS = 128
@@ -41,11 +41,8 @@ def active_bytes(path: str) -> int:
     plan = located.plan
     rows_only = {plan.embed.name} if plan.head is not None else set()
     total = sum(s.nbytes + s.scale_nbytes for n, s in located.spans.items() if n not in rows_only)
-    element = np.array([SIZES.get(name, 0) for name in CODE_NAMES])
     for layer, e in zip(plan.moe_layers, located.experts, strict=True):
-        weights = (e["rows"] * e["cols"] * element[e["dtype"]]).sum(axis=1).max()
-        scales = engine.expert_slab(e)[1] // layer.experts.count
-        total += layer.top_k * (int(weights) + scales)
+        total += layer.top_k * int((matrix_bytes(e) + scale_bytes(e)).sum(axis=1).max())
     return total
 
 

@@ -120,7 +120,7 @@ def run(model: str, ram: int, tokens: int, limit: int | None) -> dict | None:
         group = Group.make(limit)
         if group is None:
             return None
-    drop([str(p) for p in Path(model).glob("*.safetensors")])
+    drop([str(p) for x in ("*.safetensors", "*.bin") for p in Path(model).glob(x)])
     try:
         child = subprocess.run(
             [sys.executable, "-c", CHILD, str(model), str(ram), str(tokens)],

@@ -126,11 +126,12 @@ def test_relative_path(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_mc_tensor_layout() -> None:
     """The numpy record is mc_tensor of mosaic_c.h, field for field as a C compiler lays it out."""
-    assert TENSOR_DTYPE.itemsize == struct.calcsize("@iiqqqiiqii") == 56
+    assert TENSOR_DTYPE.itemsize == struct.calcsize("@iiqqqiiqiiiI") == 64
     offsets = {name: TENSOR_DTYPE.fields[name][1] for name in TENSOR_DTYPE.names}
     assert offsets == {
         "file": 0, "dtype": 4, "offset": 8, "rows": 16, "cols": 24,
         "scale_file": 32, "scale_dtype": 36, "scale_offset": 40, "block_rows": 48, "block_cols": 52,
+        "record": 56, "crc": 60,
     }  # fmt: skip
     assert DTYPE_CODES == engine.DTYPES
 

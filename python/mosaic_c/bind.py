@@ -16,8 +16,9 @@ import numpy as np
 
 from mosaic_c.checkpoint import DTYPE_CODES, TENSOR_DTYPE, Checkpoint, TensorTable
 from mosaic_c.errors import MosaicError
-from mosaic_c.header import DTYPES
+from mosaic_c.header import BITS, DTYPES
 from mosaic_c.jsonfile import few, show, shown_path
+from mosaic_c.pack import MANIFEST, PackLayer
 from mosaic_c.plan import Experts, ModelPlan, Weight
 
 F8 = DTYPE_CODES["F8_E4M3"]
@@ -30,6 +31,7 @@ SCALE_DTYPES = ("F32", "BF16", "F8_E8M0")
 BLOCK = 128  # edge of the blocks of FP8 that share a scale
 ENOUGH = 100_000  # missing tensors after which nobody counts further
 
+_CODE_BITS = np.array([BITS.get(x, 4) for x in CODE_NAMES], np.int64)  # INT4 has no name there
 _CODE_SIZE = np.array([SIZES.get(x, 0) for x in CODE_NAMES], np.int64)
 # Index into header.DTYPES -> mc_tensor.dtype, -1 where the engine has no such type.
 _CODE_OF = np.array([DTYPE_CODES.get(x, -1) for x in DTYPES], np.int32)
@@ -85,6 +87,20 @@ class Located:
         return self.spans[weight.name]
 
 
+def matrix_bytes(e: np.ndarray) -> np.ndarray:
+    """Bytes of each matrix of an array of TENSOR_DTYPE, rows from whole bytes on."""
+    return e["rows"] * -(-e["cols"] * _CODE_BITS[e["dtype"]] // 8)
+
+
+def scale_bytes(e: np.ndarray) -> np.ndarray:
+    """Bytes of the scales of each, 0 where there are none."""
+    scaled = e["scale_file"] >= 0
+    rows = np.where(scaled, e["block_rows"], 1)
+    cols = np.where(e["block_cols"] > 0, e["block_cols"], e["cols"])
+    count = -(-e["rows"] // rows) * -(-e["cols"] // np.maximum(cols, 1))
+    return np.where(scaled, count * _CODE_BITS[e["scale_dtype"]] // 8, 0)
+
+
 def locate(checkpoint: Checkpoint, plan: ModelPlan) -> Located:
     """Finds every weight of the plan. Raises MosaicError (EFORMAT, EUNSUPPORTED)."""
     binder = _Binder(checkpoint, plan)
@@ -92,9 +108,9 @@ def locate(checkpoint: Checkpoint, plan: ModelPlan) -> Located:
         plan = replace(plan, head=plan.spare_head)
     spans = {w.name: span for w in plan.weights() if (span := binder.dense(w)) is not None}
     experts = []
-    for layer in plan.moe_layers:
+    for i, layer in enumerate(plan.moe_layers):
         assert layer.experts is not None
-        experts.append(binder.experts(layer.experts))
+        experts.append(binder.experts(layer.experts, i))
     binder.check_missing()
     skipped, ignored = binder.leftovers()
     return Located(plan, checkpoint.files, spans, experts, skipped, ignored)
@@ -105,7 +121,7 @@ class _Binder:
         self.folder = shown_path(checkpoint.folder)
         self.paths = [checkpoint.folder / name for name in checkpoint.names]
         self.t: TensorTable = checkpoint.tensors
-        self.plan = plan
+        self.plan, self.pack = plan, checkpoint.pack
         self.used = np.zeros(len(self.t), bool)
         self.missing: list[str] = []  # the first few
         self.n_missing = 0
@@ -137,7 +153,10 @@ class _Binder:
 
     # ---- experts -----------------------------------------------------------------------------
 
-    def experts(self, e: Experts) -> np.ndarray:
+    def experts(self, e: Experts, index: int) -> np.ndarray:
+        """index: of the layer among those with experts."""
+        if self.pack is not None:
+            return self._records(e, self.pack.layers[index])
         if self.n_missing > ENOUGH:  # an absurd config: it will be refused, and soon
             return np.zeros((0, 3), TENSOR_DTYPE)
         fused = [name for name in e.fused if name in self.t]
@@ -166,6 +185,27 @@ class _Binder:
             scale = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
             self._fill(out[:, part], rows, scale_rows, shape, scale, _numbered(pattern))
             out["rows"][:, part], out["cols"][:, part] = shape
+        return out
+
+    def _records(self, e: Experts, x: PackLayer) -> np.ndarray:
+        """From a pack, whose manifest has been checked against the plan."""
+        for name in (*e.fused, *(pattern.format(e=0) for pattern in e.per_expert)):
+            if name in self.t:
+                self._fail_text(self.t.row(name), name, f"the experts lie in records ({MANIFEST})")
+        assert self.pack is not None
+        out = np.zeros((x.count, 3), TENSOR_DTYPE)
+        out["file"] = len(self.paths) - len(self.pack.files) + x.file
+        out["scale_file"] = -1
+        out["record"], out["crc"] = 1, x.crc[:, None]
+        start = x.offset + np.arange(x.count, dtype=np.int64) * x.record_bytes
+        for k, (form, shape) in enumerate(zip(x.formats, x.shapes, strict=True)):
+            col = out[:, k]
+            col["dtype"], col["offset"] = DTYPE_CODES[form.dtype], start + x.parts[k]
+            col["rows"], col["cols"] = shape
+            if form.scale is not None:
+                col["scale_file"], col["scale_dtype"] = col["file"], DTYPE_CODES[form.scale]
+                col["scale_offset"] = start + x.parts[3 + k]
+                col["block_rows"], col["block_cols"] = form.block
         return out
 
     def _rows(self, pattern: str, count: int) -> np.ndarray:

@@ -9,8 +9,10 @@ import math
 import os
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from mosaic_c import blocks, engine
-from mosaic_c.bind import Located
+from mosaic_c.bind import CODE_NAMES, Located
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.limits import format_size
 from mosaic_c.plan import Attention, ModelPlan
@@ -107,6 +109,15 @@ def scratch_bytes(plan: ModelPlan, ctx: int, chunk: int, threads: int) -> int:
     return need
 
 
+def _thread_bytes(located: Located) -> int:
+    """What each compute thread needs to multiply by integer weights."""
+    spans = {(s.dtype, s.cols) for s in located.spans.values()}
+    for e in located.experts:
+        pairs = np.unique(np.stack([e["dtype"].ravel(), e["cols"].ravel()]), axis=1)
+        spans |= {(CODE_NAMES[int(code)], int(cols)) for code, cols in pairs.T}
+    return max((engine.thread_bytes(dtype, cols) for dtype, cols in spans), default=0)
+
+
 def plan_memory(
     located: Located,
     *,
@@ -136,6 +147,7 @@ def plan_memory(
     experts = sum(m.experts.count for m in moe if m.experts)
     slab = max((engine.expert_slab(a)[0] for a in located.experts), default=0)
     scales = sum(engine.expert_slab(a)[1] for a in located.experts)
+    acts = _thread_bytes(located)
     per_layer = policy == "layer-lru"
     unit = slab * (len(moe) if per_layer else 1)  # what one slot costs
     most = max((m.experts.count for m in moe if m.experts), default=0) if per_layer else experts
@@ -160,7 +172,7 @@ def plan_memory(
             Item("Python and libraries", python, "measured"),
             Item("Python, later", later + ctx * CTX_BYTES, "tokenizer, imports, sampling, prompt"),
             Item("dense weights", dense_bytes(located), "resident"),
-            Item("expert scales", scales, "resident"),
+            Item("expert scales", scales, "resident" if scales else "read with their experts"),
             Item("expert tables", experts * EXPERT_META),
             Item("KV cache", pool, f"{ctx} tokens, {kv}"),
             Item(
@@ -169,6 +181,7 @@ def plan_memory(
                 "recurrent and conv, two copies" if plan.delta_layers else "",
             ),
             Item("scratch", scratch_bytes(plan, ctx, chunk, threads), f"chunks of {chunk} tokens"),
+            Item("quantised activations", threads * acts, "a copy a thread" if acts else ""),
             Item("activations", chunk * plan.hidden * 4 + chunk * 4 * (top_k * len(moe) + 2)),
             Item("threads", (threads + lanes) * STACK, f"{threads} compute, {lanes} readers"),
             Item(
@@ -198,7 +211,7 @@ def plan_memory(
     free = budget - sum(item.bytes for item in items)
     first = top_k * len(moe) * slab if slots is None else slots * unit
     all_stay = free >= experts * slab if slots is None else slots == most
-    ahead = 0 if all_stay or first + top_k * slab > free else top_k
+    ahead = 0 if mapped or all_stay or first + top_k * slab > free else top_k
     if ahead:
         items.append(Item("reads ahead", ahead * slab, f"{ahead} slabs"))
     room = (budget - sum(item.bytes for item in items)) // unit if unit else 0

@@ -1,4 +1,5 @@
-"""A Hugging Face checkpoint folder: config.json, the shards' headers, and where each tensor lies.
+"""A Hugging Face checkpoint folder, or an expert pack: config.json, the shards' headers, and where each
+tensor lies.
 
 Opening reads a few megabytes of headers and no weights. Everything in the folder is hostile input:
 whatever is wrong ends as one MosaicError of one line. bind.py gives the tensors their meaning.
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mosaic_c import families
+from mosaic_c import pack as packs
 from mosaic_c.errors import MosaicError
 from mosaic_c.header import DTYPES, MAX_HEADER, Columns, read_header
 from mosaic_c.jsonfile import few, load, reason, show, shown_path
@@ -41,6 +43,8 @@ TENSOR_DTYPE = np.dtype(
         ("scale_offset", np.int64),
         ("block_rows", np.int32),  # elements that share a scale; cols 0: the whole row
         ("block_cols", np.int32),
+        ("record", np.int32),  # 1: part of a record, whose CRC is `crc`
+        ("crc", np.uint32),
     ],
     align=True,
 )
@@ -111,7 +115,7 @@ class Checkpoint:
     """An opened folder. files: absolute real paths; TensorInfo.file and Span.file index them.
 
     names: what the folder calls those files (in the Hugging Face cache they are links).
-    sizes: their bytes.
+    sizes: their bytes. pack: the experts lie in record files, which come last of the files; or None.
     """
 
     folder: Path
@@ -122,6 +126,7 @@ class Checkpoint:
     names: list[str]
     sizes: list[int]
     tensors: TensorTable
+    pack: packs.Pack | None = None
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
@@ -135,10 +140,13 @@ class Checkpoint:
         plan = families.plan_for(config, shown_path(folder / "config.json"))
         names, index = _shards(folder)
         _check_present(folder, names)
-        files = [Path(os.path.realpath(folder / name)) for name in names]
         tensors, sizes = _read_all([folder / name for name in names])
         _check_index(folder / INDEX, index, names, tensors)
-        return cls(folder, config, generation_config, plan, files, names, sizes, tensors)
+        pack = packs.read(folder, plan)
+        if pack is not None:
+            names, sizes = names + pack.files, sizes + pack.sizes
+        files = [Path(os.path.realpath(folder / name)) for name in names]
+        return cls(folder, config, generation_config, plan, files, names, sizes, tensors, pack)
 
     def locate(self, plan: ModelPlan | None = None) -> Located:
         """The plan (the checkpoint's own by default) with every weight found; see bind.locate."""

@@ -413,6 +413,17 @@ def expert_slab(experts: np.ndarray) -> tuple[int, int]:
     return n, scale[0]
 
 
+def thread_bytes(dtype: str, cols: int) -> int:
+    """Memory that each compute thread takes for weights of this dtype with rows of `cols`."""
+    return lib.mc_thread_bytes(DTYPES[dtype], cols)
+
+
+def crc32c(data: Any, crc: int = 0) -> int:
+    """CRC-32C of bytes (anything with a contiguous buffer) that follow those whose CRC is given."""
+    raw = ffi.from_buffer(data)
+    return lib.mc_crc32c(crc, raw, len(raw))
+
+
 def policy_replay(
     policy: str,
     n_layer: int,

@@ -1,4 +1,5 @@
-"""Writes synthetic checkpoints: random weights in the layout of an official release, labelled so.
+"""Writes synthetic checkpoints: random weights in the layout of an official release or in an expert pack,
+labelled so.
 
 They stand in for models that are too large to fetch: same names, shapes, dtypes, byte order and
 sharding, routers with a Zipf-like preference, text that is noise. Bytes depend on the arguments
@@ -7,7 +8,6 @@ alone. The folder appears under its name only when it is complete.
 
 from __future__ import annotations
 
-import errno
 import glob
 import itertools
 import json
@@ -21,18 +21,16 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from mosaic_c import pack as packs
+from mosaic_c import synth_pack
 from mosaic_c import synth_shapes as shapes
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.limits import format_size
 from mosaic_c.synth_shapes import LABEL, SHAPES, Shape, Tensor
+from mosaic_c.synth_stream import writing
 from mosaic_c.synth_values import ITEMSIZE, Tiles
 
 SHARD_BYTES = 4_000_000_000
-# Written pages are pushed to disk and dropped at this interval, so that making a model larger than
-# memory neither fills the page cache nor stalls on it.
-_SYNC = 64 << 20
-_IOV_BYTES = 4 << 20
-_IOV_COUNT = 512  # below IOV_MAX (1024)
 _SPARE = 16 << 20  # room asked for beyond the tensors: headers, index, tokenizer
 _DTYPE_ORDER = {"F32": 0, "BF16": 1, "F8_E4M3": 2}  # as the official writer sorts, before names
 MAX_LAYERS, MAX_EXPERTS = 1024, 4096  # what the families accept
@@ -40,7 +38,8 @@ MAX_LAYERS, MAX_EXPERTS = 1024, 4096  # what the families accept
 
 @dataclass(frozen=True)
 class Summary:
-    """What was written. bytes: all files together; parameters: scales not counted."""
+    """What was written. bytes: all files together; parameters: scales not counted; records: the format
+    of the experts of a pack, None for the layout of the release."""
 
     path: str
     shape: str
@@ -52,6 +51,7 @@ class Summary:
     files: int
     bytes: int
     seconds: float
+    records: str | None = None
 
 
 def write(
@@ -64,20 +64,33 @@ def write(
     seed: int = 0,
     progress: bool = True,
     shard_bytes: int = SHARD_BYTES,
+    records: str | None = None,
 ) -> Summary:
     """Writes a checkpoint of a named shape into the new folder dst.
 
     layers and experts (per layer) override the shape's; dtype is "fp8" or "bf16"; uniform leaves
-    the routers without preference. progress: a bar on stderr. UsageError for arguments that make no
-    sense or an existing dst, MosaicError when the disk is too small or fails; dst does not exist
+    the routers without preference. records: a name of synth_shapes.RECORDS: an expert pack with
+    experts of that format instead of the layout of the release. progress: a bar on stderr.
+    UsageError for arguments that make no sense or an existing dst, MosaicError when the disk is too
+    small or fails; dst does not exist
     afterwards, nor does anything half written.
     """
     dst = Path(os.path.abspath(dst))
     spec = _spec(shape, layers, experts, dtype, seed)
+    if records is not None and records not in shapes.RECORDS:
+        raise UsageError(
+            f"unknown expert format {records!r}: expected one of {', '.join(shapes.RECORDS)}"
+        )
     if os.path.lexists(dst):
         raise UsageError(f"{dst} exists already: remove it or choose another folder", "EEXIST")
-    shards = _shards(spec, dtype, shapes.tensors(spec, dtype, uniform, seed), shard_bytes)
-    total = sum(_bytes(t) for _, members in shards for _, t in members)
+    tensors = list(shapes.tensors(spec, dtype, uniform, seed, records))
+    shards = _shards(spec, dtype, tensors, shard_bytes)
+    total = dense = sum(_bytes(t) for _, members in shards for _, t in members)
+    planned = None
+    if records is not None:
+        source = {"synthetic": True, "shape": shape, "seed": seed, "uniform": uniform}
+        planned = synth_pack.plan(spec, shapes.RECORDS[records], source, shard_bytes)
+        total += sum(planned.sizes)
     start = time.monotonic()
     temporary = dst.with_name(f"{dst.name}.partial-{os.getpid()}")
     try:
@@ -94,7 +107,11 @@ def write(
             tiles = Tiles(seed)
             for name, members in shards:
                 _write_shard(temporary / name, members, tiles, bar)
-        _write_texts(temporary, spec, dtype, uniform, seed, shards, total)
+            if planned is not None:
+                numbered = ((i, t) for i, t in enumerate(tensors) if t.recorded)
+                synth_pack.write(temporary, planned, numbered, tiles, bar)
+                _write_json(temporary / packs.MANIFEST, packs.manifest(planned))
+        _write_texts(temporary, spec, dtype, uniform, seed, shards, dense, records)
         size = sum(x.stat().st_size for x in temporary.iterdir())
         temporary.rename(dst)
     except OSError as error:
@@ -107,11 +124,12 @@ def write(
         dtype=dtype,
         layers=spec.layers,
         experts=spec.experts,
-        parameters=sum(t.count for _, part in shards for _, t in part if not t.is_scale),
-        tensors=sum(len(part) for _, part in shards),
-        files=len(shards),
+        parameters=sum(t.count for t in tensors if not t.is_scale),
+        tensors=len(tensors),
+        files=len(shards) + (len(planned.files) if planned else 0),
         bytes=size,
         seconds=time.monotonic() - start,
+        records=records,
     )
 
 
@@ -169,14 +187,15 @@ def _bytes(tensor: Tensor) -> int:
 def _shards(
     spec: Shape, dtype: str, tensors: Iterable[Tensor], shard_bytes: int
 ) -> list[tuple[str, _Members]]:
-    """File names and their tensors, in the order of the bytes.
+    """Names of safetensors files and their tensors, in the order of the bytes.
 
     One file per layer and one for the rest where the release does so; else tensors fill files of
     shard_bytes in model order (an expert may end up in two) and a single file has no number.
     """
+    dense = [(i, t) for i, t in enumerate(tensors) if not t.recorded]
     if spec.shard_by_layer and dtype == "fp8":
         layered: dict[int | None, _Members] = {}
-        for i, t in enumerate(tensors):
+        for i, t in dense:
             layered.setdefault(t.layer, []).append((i, t))
         parts = [
             ("outside" if layer is None else f"layers-{layer}", members)
@@ -185,7 +204,7 @@ def _shards(
     else:
         filled: list[_Members] = [[]]
         size = 0
-        for i, t in enumerate(tensors):
+        for i, t in dense:
             if filled[-1] and size + _bytes(t) > shard_bytes:
                 filled.append([])
                 size = 0
@@ -228,66 +247,11 @@ def _values(members: _Members, tiles: Tiles) -> Iterator[np.ndarray]:
 
 def _write_shard(path: Path, members: _Members, tiles: Tiles, bar: tqdm) -> None:
     header = _header(members)
-    size = len(header) + sum(_bytes(t) for _, t in members)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        _reserve(fd, size)
-        file = _Stream(fd, bar)
+    with writing(path, len(header) + sum(_bytes(t) for _, t in members), bar) as file:
         file.add(header)
         for part in _values(members, tiles):
             file.add(memoryview(part).cast("B"))
-        file.finish()
-        if file.done != size:
-            raise AssertionError(f"{path}: wrote {file.done} bytes of {size}")
-        bar.update(-len(header))
-    finally:
-        os.close(fd)
-
-
-def _reserve(fd: int, size: int) -> None:
-    """Fails before the work when the disk is full, and makes the syncs later twice as fast."""
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-
-
-class _Stream:
-    """Gathers buffers into large writes, and drops what is written from the page cache."""
-
-    def __init__(self, fd: int, bar: tqdm) -> None:
-        self.fd, self.bar = fd, bar
-        self.parts: list[bytes | memoryview] = []
-        self.pending = self.done = self.synced = 0
-
-    def add(self, part: bytes | memoryview) -> None:
-        self.parts.append(part)
-        self.pending += len(part)
-        if self.pending >= _IOV_BYTES or len(self.parts) >= _IOV_COUNT:
-            self.flush()
-
-    def flush(self) -> None:
-        parts, self.parts, self.pending = self.parts, [], 0
-        while parts:
-            n = os.writev(self.fd, parts)
-            self.done += n
-            self.bar.update(n)
-            while parts and n >= len(parts[0]):
-                n -= len(parts.pop(0))
-            if n:  # a short write ends inside a buffer
-                parts[0] = memoryview(parts[0])[n:]
-        if self.done - self.synced >= _SYNC:
-            self.sync()
-
-    def sync(self) -> None:
-        os.fdatasync(self.fd)
-        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        self.synced = self.done
-
-    def finish(self) -> None:
-        self.flush()
-        self.sync()
+    bar.update(-len(header))
 
 
 # ---- the other files ----------------------------------------------------------------------------
@@ -301,8 +265,11 @@ def _write_texts(
     seed: int,
     shards: list[tuple[str, _Members]],
     total: int,
+    records: str | None,
 ) -> None:
     config = shapes.config(spec, dtype) | {"mosaic_c_seed": seed, "mosaic_c_uniform": uniform}
+    if records is not None:
+        config["mosaic_c_experts"] = records
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", shapes.generation_config(spec))
     if len(shards) > 1:
@@ -314,6 +281,7 @@ def _write_texts(
         _write_json(folder / "tokenizer_config.json", _tokenizer_config(spec))
     options = f"--shape {spec.name} --layers {spec.layers} --experts-per-layer {spec.experts}"
     options += f" --dtype {dtype} --seed {seed}" + (" --uniform" if uniform else "")
+    options += f" --experts {records}" if records else ""
     (folder / "README.md").write_text(
         f"# Synthetic checkpoint ({spec.name})\n\n"
         "The weights in this folder are random numbers in the file layout of a real model. They "

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mosaic_c.synth_values import FP8_STD, Dist, zipf_bias
+from mosaic_c.pack import Format
+from mosaic_c.synth_values import CODE_STD, FP8_STD, ITEMSIZE, Dist, zipf_bias
 
 LABEL = "mosaic_c_synthetic"
 # Expert usage follows rank^-SKEW. Channel 0 of every embedding is CONSTANT, the others have
@@ -27,6 +28,16 @@ ROUTER_STD = 1.0
 GROWTH = 1.0
 LOGIT_STD = 2.5
 FP8_BLOCK = 128
+# Formats of experts in records, by name.
+RECORDS = {
+    form.name: form
+    for form in (
+        Format("INT4", "F32", (1, 0)),
+        Format("INT4", "F16", (1, 64)),
+        Format("F4", "F8_E8M0", (1, 32)),
+        Format("F8_E4M3", "BF16", (FP8_BLOCK, FP8_BLOCK)),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -98,6 +109,12 @@ class Tensor:
     dist: Dist
     layer: int | None = None
     column0: np.ndarray | None = None
+    recorded: bool = False  # lies in a record of an expert pack
+
+    @property
+    def item(self) -> int:
+        """Bytes of what a tile counts: an element, or two of 4 bits."""
+        return ITEMSIZE[self.dtype]
 
     @property
     def count(self) -> int:
@@ -251,15 +268,18 @@ def _prefix(shape: Shape) -> str:
 # ---- tensors ------------------------------------------------------------------------------------
 
 
-def tensors(shape: Shape, dtype: str, uniform: bool = False, seed: int = 0) -> Iterator[Tensor]:
-    """Every tensor in module order. dtype "bf16" or "fp8"; uniform: no skew in the routers."""
+def tensors(
+    shape: Shape, dtype: str, uniform: bool = False, seed: int = 0, records: str | None = None
+) -> Iterator[Tensor]:
+    """Every tensor in module order. dtype "bf16" or "fp8"; uniform: no skew in the routers; records:
+    the experts are matrices of that format, each followed by its scales, to lie in records."""
     base, hidden, vocab = _prefix(shape), shape.hidden, shape.vocab
     plus_one = shape.family != "qwen3_moe"
     skew = np.full(vocab, 0.0 if uniform else CONSTANT)
     name = f"{base}embed_tokens.weight"
     yield Tensor(name, "BF16", (vocab, hidden), Dist("normal", 0, 1), None, skew)
     for i in range(shape.layers):
-        for t in _layer(shape, dtype == "fp8", i, plus_one, uniform, seed):
+        for t in _layer(shape, dtype == "fp8", i, plus_one, uniform, seed, records):
             yield replace(t, name=f"{base}layers.{i}.{t.name}", layer=i)
     yield _norm(f"{base}norm.weight", hidden, plus_one, None if uniform else 0.0)
     std = LOGIT_STD / math.sqrt(hidden)
@@ -285,8 +305,16 @@ def _weight(name: str, shape: tuple[int, int], std: float, fp8: bool) -> Iterato
     yield Tensor(f"{name}_scale_inv", "BF16", blocks, scale)
 
 
+def _in_record(name: str, shape: tuple[int, int], std: float, form: Format) -> Iterator[Tensor]:
+    code = CODE_STD[form.dtype]
+    scale = Dist("uniform", 0.8 * std / code, 1.25 * std / code)
+    assert form.scale is not None
+    yield Tensor(name, form.dtype, shape, Dist("normal", 0, code), recorded=True)
+    yield Tensor(f"{name}_scale_inv", form.scale, (form.scales(*shape),), scale, recorded=True)
+
+
 def _layer(
-    shape: Shape, fp8: bool, i: int, plus_one: bool, uniform: bool, seed: int
+    shape: Shape, fp8: bool, i: int, plus_one: bool, uniform: bool, seed: int, records: str | None
 ) -> Iterator[Tensor]:
     hidden = shape.hidden
     gain = math.sqrt(GROWTH / (2 * shape.layers))  # deviation that one mixer or MoE layer adds
@@ -305,7 +333,7 @@ def _layer(
         )
     router = Dist("normal", 0, ROUTER_STD * rms / math.sqrt(v * hidden))
     yield Tensor("mlp.gate.weight", "BF16", (shape.experts, hidden), router, None, bias)
-    yield from _experts(shape, fp8, gain)
+    yield from _experts(shape, fp8, gain, records)
     if shape.shared_width:
         std, down = 1 / math.sqrt(hidden), gain / (0.6 * math.sqrt(shape.shared_width))
         name = "mlp.shared_expert."
@@ -352,17 +380,23 @@ def _delta(shape: Shape, fp8: bool, gain: float) -> Iterator[Tensor]:
     yield from _weight("linear_attn.in_proj_a.weight", (heads, hidden), std, False)
 
 
-def _experts(shape: Shape, fp8: bool, gain: float) -> Iterator[Tensor]:
+def _experts(shape: Shape, fp8: bool, gain: float, records: str | None) -> Iterator[Tensor]:
     n, hidden, width = shape.experts, shape.hidden, shape.width
     # silu(gate) * up has deviation 0.6; unequal top-k weights leave 0.6 of one expert's.
     std, down = 1 / math.sqrt(hidden), gain / (0.36 * math.sqrt(width))
-    if shape.family != "qwen3_moe" and not fp8:
+    if records is None and shape.family != "qwen3_moe" and not fp8:
         name, dims = "mlp.experts.gate_up_proj", (n, 2 * width, hidden)
         yield Tensor(name, "BF16", dims, Dist("normal", 0, std))
         yield Tensor("mlp.experts.down_proj", "BF16", (n, hidden, width), Dist("normal", 0, down))
         return
     for e in range(n):
-        name = f"mlp.experts.{e}."
-        yield from _weight(f"{name}gate_proj.weight", (width, hidden), std, fp8)
-        yield from _weight(f"{name}up_proj.weight", (width, hidden), std, fp8)
-        yield from _weight(f"{name}down_proj.weight", (hidden, width), down, fp8)
+        for part, dims, deviation in (
+            ("gate", (width, hidden), std),
+            ("up", (width, hidden), std),
+            ("down", (hidden, width), down),
+        ):
+            name = f"mlp.experts.{e}.{part}_proj.weight"
+            if records is None:
+                yield from _weight(name, dims, deviation, fp8)
+            else:
+                yield from _in_record(name, dims, deviation, RECORDS[records])

@@ -16,7 +16,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-ITEMSIZE = {"F32": 4, "BF16": 2, "F8_E4M3": 1}
+# Bytes of what tiles count; two elements of 4 bits are one.
+ITEMSIZE = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "INT4": 1, "F4": 1}
 _TILE = 1_000_003  # prime, and far from a power of two, so that 2^k rows spread over it
 _STRIDE = 618_041  # offset from one tensor's start to the next one's: golden section of the tile
 _SMALL = 1 << 16
@@ -24,6 +25,9 @@ _LEVELS = 4096  # quantiles per distribution: normal values reach 3.7 sigma
 # Standard deviation of FP8 codes: the block quantisation of the real checkpoints puts the largest
 # of 128 x 128 values at 448.
 FP8_STD = 96.0
+# Of other codes likewise: int4 reaches 7 and MXFP4 6 at the end of the normal values.
+CODE_STD = {"F8_E4M3": FP8_STD, "INT4": 2.0, "F4": 2.0}
+_HALF = 500_009  # how far apart the two elements of a byte are drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +76,32 @@ def to_fp8(values: np.ndarray) -> np.ndarray:
     return (code | np.where(values < 0, 0x80, 0)).astype(np.uint8)
 
 
+def to_int4(values: np.ndarray) -> np.ndarray:
+    """float -> 1..15 (uint8), the value to nearest within -7..7 plus 8."""
+    return (np.clip(np.rint(values), -7, 7) + 8).astype(np.uint8)
+
+
+def to_e2m1(values: np.ndarray) -> np.ndarray:
+    """float -> E2M1 codes 0..15 (uint8), to nearest, saturating at +-6."""
+    values = np.asarray(values, np.float64)
+    known = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    code = np.searchsorted((known[1:] + known[:-1]) / 2, np.abs(values))
+    return (code | np.where(values < 0, 8, 0)).astype(np.uint8)
+
+
+def to_e8m0(values: np.ndarray) -> np.ndarray:
+    """positive float -> the nearest power of two by exponent, as E8M0 (uint8)."""
+    exponent = np.array([round(math.log2(x)) for x in np.ravel(values).tolist()])
+    return np.clip(exponent + 127, 0, 254).astype(np.uint8)
+
+
 def encode(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Values as the bits of "F32", "BF16" or "F8_E4M3" (float32, uint16, uint8 arrays)."""
-    if dtype == "F32":
-        return np.asarray(values, np.float32)
-    return to_bf16(values) if dtype == "BF16" else to_fp8(values)
+    """Values as the bits of a dtype of ITEMSIZE (float32, float16, uint16 or uint8 arrays); of 4-bit types one
+    a byte."""
+    if dtype in ("F32", "F16"):
+        return np.asarray(values, np.float32 if dtype == "F32" else np.float16)
+    kinds = {"BF16": to_bf16, "INT4": to_int4, "F4": to_e2m1, "F8_E8M0": to_e8m0}
+    return kinds.get(dtype, to_fp8)(values)
 
 
 class Tiles:
@@ -88,11 +113,12 @@ class Tiles:
             # Raw bits of PCG64 are the part of numpy's random numbers that is fixed for ever.
             raw = np.random.PCG64([seed, source]).random_raw(_TILE // 4 + 1)
             self._bits.append(raw.view(np.uint16)[:_TILE] % _LEVELS)
+        self._second: dict[int, np.ndarray] = {}  # the same bits, turned: high halves of bytes
         self._tables: dict[tuple[Dist, str], np.ndarray] = {}
         self._tiles: dict[tuple[Dist, str], np.ndarray] = {}
 
     def values(self, dist: Dist, dtype: str, count: int, index: int) -> Iterator[np.ndarray]:
-        """The `count` encoded values of tensor number `index`, in parts."""
+        """The `count` encoded values (bytes of 4-bit types) of tensor number `index`, in parts."""
         start = index * _STRIDE % _TILE
         if count < _SMALL:  # a norm, a scale: not worth a tile
             yield from self._looked_up(dist, dtype, start, count, 0)
@@ -126,8 +152,16 @@ class Tiles:
         key = (dist, dtype)
         if key not in self._tables:
             self._tables[key] = encode(dist.table(), dtype)
-        for bits in _cycle(self._bits[source], start, count):
-            yield self._tables[key][bits]
+        table = self._tables[key]
+        if dtype not in ("INT4", "F4"):
+            for bits in _cycle(self._bits[source], start, count):
+                yield table[bits]
+            return
+        if source not in self._second:
+            self._second[source] = np.roll(self._bits[source], _HALF)
+        low, high = (_cycle(x, start, count) for x in (self._bits[source], self._second[source]))
+        for a, b in zip(low, high, strict=True):
+            yield table[a] | table[b] << 4
 
 
 def _cycle(block: np.ndarray, start: int, count: int) -> Iterator[np.ndarray]:

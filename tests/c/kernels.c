@@ -200,18 +200,17 @@ static int check(const char *set) {
 static void print_sum(kcase *c, void *arg) {
     char name[128];
     uint8_t *base;
-    mci_crc crc;
+    uint32_t crc = 0;
     if (!case_setup(c, 1)) abort();
     if (c->flops <= 1e9) { /* as in check */
         case_name(c, name, sizeof name);
         uint8_t *out = guarded(c, &base);
         call(arg, c, out, 0, 1);
-        mci_crc_init(&crc);
         for (int64_t i = 0; i < c->out_bytes / c->op->word; i++) {
             uint32_t u = value_bits(out, i, c->op->word);
-            mci_crc_add(&crc, &u, sizeof u);
+            crc = mci_crc32c(crc, &u, sizeof u);
         }
-        printf("%08x %s\n", crc.value, name);
+        printf("%08x %s\n", crc, name);
         free(base);
     }
     case_free(c);

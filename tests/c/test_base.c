@@ -1,6 +1,7 @@
 /* test_base.c - errors, checked sizes, accounted memory, CPU words, decoding of single values. */
 #include "base.h"
 #include "cpu.h"
+#include "crc.h"
 #include "dtype.h"
 #include "pool.h"
 #include "test.h"
@@ -226,7 +227,28 @@ static void cpu(void) {
     CHECK(words == mc_engine_cpu(), "static");
 }
 
+/* RFC 3720 B.4 gives the values; pieces, alignments and lengths around every border of the three
+ * streams are held against the plain way. */
+static void crc(void) {
+    enum { N = 60000 };
+    static uint8_t p[N + 8];
+    CHECK(mci_crc32c(0, p, 32) == 0x8a9136aau, "zeros");
+    CHECK(mci_crc32c_plain(0, p, 32) == 0x8a9136aau, "zeros, plain");
+    CHECK(mci_crc32c(0, "123456789", 9) == 0xe3069283u && mci_crc32c(7, p, 0) == 7, "digits");
+    CHECK(mc_crc32c(0, "123456789", 9) == 0xe3069283u, "public");
+    for (int i = 0; i < N + 8; i++) p[i] = (uint8_t)(i * 37 + (i >> 7));
+    for (int n = 0; n <= N; n += n < 600 ? 1 : n % 4096 < 20 || n % 4096 > 4070 ? 3 : 251) {
+        const uint8_t *at = p + n % 9;
+        uint32_t want = mci_crc32c_plain(5, at, n), some = mci_crc32c(5, at, n / 3);
+        CHECK(mci_crc32c(5, at, n) == want, "%d bytes", n);
+        CHECK(mci_crc32c(some, at + n / 3, n - n / 3) == want, "%d bytes in two pieces", n);
+        some = mci_crc32c_plain(5, at, n / 3);
+        CHECK(mci_crc32c_plain(some, at + n / 3, n - n / 3) == want, "%d bytes, plain", n);
+    }
+}
+
 int main(void) {
+    crc();
     errors();
     sizes();
     memory();

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from mosaic_c import generation
-from mosaic_c.bind import CODE_NAMES, SIZES, Located, Span
+from mosaic_c.bind import CODE_NAMES, Located, Span, matrix_bytes, scale_bytes
 from mosaic_c.checkpoint import MAX_CONFIG, Checkpoint
 from mosaic_c.errors import UsageError
 from mosaic_c.jsonfile import load, shown_path
+from mosaic_c.pack import Pack
 from mosaic_c.plan import Attention, DeltaNet, Mlp, ModelPlan, Norm, Weight
 
 
@@ -94,6 +95,7 @@ def describe(checkpoint: Checkpoint, located: Located) -> dict[str, Any]:
     for part in parts.values():
         for dtype, size in part.dtypes.items():
             dtypes[dtype] = dtypes.get(dtype, 0) + size
+    recorded = _recorded(parts) if checkpoint.pack else (0, 0)
     skipped = {k: {"tensors": n, "bytes": size} for k, (n, size) in located.skipped.items()}
     return {
         "path": str(checkpoint.folder),
@@ -107,13 +109,14 @@ def describe(checkpoint: Checkpoint, located: Located) -> dict[str, Any]:
         "linear_attention": _delta(plan),
         "moe": _moe(located),
         "quantisation": f"fp8 {block}x{block}" if block else None,
+        "records": _records(checkpoint.pack),
         "dtypes": dtypes,
         "parts": {k: {"tensors": p.tensors, "bytes": p.bytes, "dtypes": list(p.dtypes)}
                   for k, p in parts.items()},
         "skipped": skipped,
         "ignored": located.ignored,
-        "tensors": len(checkpoint.tensors),
-        "tensor_bytes": int(checkpoint.tensors.nbytes.sum()),
+        "tensors": len(checkpoint.tensors) + recorded[0],
+        "tensor_bytes": int(checkpoint.tensors.nbytes.sum()) + recorded[1],
         "files": len(checkpoint.files),
         "file_bytes": sum(checkpoint.sizes),
         "tokenizer": (checkpoint.folder / "tokenizer.json").is_file(),
@@ -159,16 +162,33 @@ def _add_experts(parts: dict[str, Part], e: np.ndarray) -> None:
     for code, dtype in enumerate(CODE_NAMES):
         mine = e["dtype"] == code
         if mine.any():
-            size = int((e["rows"] * e["cols"])[mine].sum()) * SIZES[dtype]
+            size = int(matrix_bytes(e)[mine].sum())
             parts["routed_experts"].add(int(mine.sum()), dtype, size)
         mine = (e["scale_file"] >= 0) & (e["scale_dtype"] == code)
         if mine.any():
-            size = int(_scales(e)[mine].sum()) * SIZES[dtype]
+            size = int(scale_bytes(e)[mine].sum())
             parts["expert_scales"].add(int(mine.sum()), dtype, size)
 
 
-def _scales(e: np.ndarray) -> np.ndarray:
-    return -(-e["rows"] // 128) * -(-e["cols"] // 128)
+def _recorded(parts: dict[str, Part]) -> tuple[int, int]:
+    """(matrices and scale tensors, their bytes) that lie in records and no header counts."""
+    mine = [parts[k] for k in ("routed_experts", "expert_scales") if k in parts]
+    return sum(p.tensors for p in mine), sum(p.bytes for p in mine)
+
+
+def _records(pack: Pack | None) -> dict[str, Any] | None:
+    """How a pack stores its experts; format: the same name for all layers and matrices, or all of them."""
+    if pack is None:
+        return None
+    names = sorted({f.name for x in pack.layers for f in x.formats})
+    return {
+        "format": ", ".join(names),
+        "record_bytes": sorted({x.record_bytes for x in pack.layers}),
+        "files": len(pack.files),
+        "bytes": sum(pack.sizes),
+        "checksum": "crc32c",
+        "source": pack.source,
+    }
 
 
 def _layers(plan: ModelPlan) -> dict[str, int]:
@@ -211,8 +231,7 @@ def _moe(located: Located) -> dict[str, Any] | None:
         return None
     size = np.zeros(0, np.int64)
     for e in located.experts:
-        width = np.array([SIZES.get(x, 0) for x in CODE_NAMES])[e["dtype"]]
-        size = np.append(size, (e["rows"] * e["cols"] * width).sum(axis=1))
+        size = np.append(size, matrix_bytes(e).sum(axis=1))
     return {
         "experts": moe.experts.count,
         "top_k": moe.top_k,
@@ -305,6 +324,13 @@ def _facts(r: dict[str, Any]) -> list[tuple[str, str]]:
         facts.append(
             ("experts", f"{m['experts']} a layer, top-{m['top_k']}, width {m['expert_width']}"
              f"{shared}; {m['experts_in_all']} in all, {size} each")
+        )  # fmt: skip
+    if r["records"]:
+        x = r["records"]
+        sizes = " or ".join(f"{n}" for n in x["record_bytes"])
+        facts.append(
+            ("expert records", f"{x['format']}, {sizes} bytes each with scales, CRC-32C, "
+             f"{x['files']} file(s)" + (", synthetic" if x["source"].get("synthetic") else ""))
         )  # fmt: skip
     facts += [
         ("quantisation", r["quantisation"] or "none"),

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 
 from mosaic_c.limits import format_size
-from mosaic_c.synth_shapes import SHAPES
+from mosaic_c.synth_shapes import RECORDS, SHAPES
 
 
 def add_parser(sub: argparse._SubParsersAction) -> None:
@@ -33,6 +33,12 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
         help="fp8: E4M3 with 128x128 block scales, where the official FP8 releases have it",
     )
     parser.add_argument(
+        "--experts",
+        choices=tuple(RECORDS),
+        default=argparse.SUPPRESS,
+        help="an expert pack (docs/format.md) with experts of this format; else the layout of the release",
+    )
+    parser.add_argument(
         "--uniform",
         action="store_true",
         help="routers without preference, instead of a Zipf-like one",
@@ -55,12 +61,14 @@ def run(args: argparse.Namespace) -> int:
         uniform=args.uniform,
         seed=args.seed,
         progress=not args.quiet,
+        records=getattr(args, "experts", None),
     )
     if args.json:
         print(json.dumps(asdict(summary) | {"synthetic": True}))
     else:
+        form = summary.dtype + (f", experts {summary.records}" if summary.records else "")
         print(
-            f"{summary.path}: synthetic {summary.shape} ({summary.dtype}), {summary.layers} layers "
+            f"{summary.path}: synthetic {summary.shape} ({form}), {summary.layers} layers "
             f"x {summary.experts} experts, {summary.parameters / 1e9:.3f} B parameters, "
             f"{format_size(summary.bytes)} in {summary.files} weight file(s), "
             f"{summary.seconds:.1f} s"
