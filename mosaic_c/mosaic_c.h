@@ -366,11 +366,12 @@ int64_t mc_moe_scratch(const mc_moe_desc *d);
 
 /* Replays n_line lines; line i is layer[i] and ids[start[i] .. start[i+1]), a new token begins
  * where token[i] differs from token[i-1]. slots as in mc_store_open. Experts of a line touch the
- * cache in the order given. hits, misses: totals. */
+ * cache in the order given. hits, misses: totals; line_misses: NULL, or room for those of each
+ * line (n_line). */
 int mc_policy_replay(int32_t policy, int32_t n_layer, int32_t n_expert, int64_t slots,
                      int64_t n_line, const int32_t *layer, const int64_t *token,
                      const int64_t *start, const int32_t *ids, int64_t *hits, int64_t *misses,
-                     mc_error *err);
+                     int32_t *line_misses, mc_error *err);
 
 /* ---- decoding, for tests and tools ----------------------------------------------------------- */
 

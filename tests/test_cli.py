@@ -197,7 +197,7 @@ def test_the_floor_it_names_works(tiny):
     assert r.returncode == 0, r.stderr.decode()
     got = json.loads(r.stdout)["stats"]
     assert got["peak_rss"] <= (floor + 1) << 20
-    assert run("generate", "x", "-m", tiny, "--ram", f"{floor - 2}M", "--ctx", 512).returncode == 1
+    assert run("generate", "x", "-m", tiny, "--ram", f"{floor - 4}M", "--ctx", 512).returncode == 1
 
 
 def test_plan_prints_every_item(tiny):

@@ -24,7 +24,7 @@ LEVELS = [
     {"mosaic_c"},
     {"base"},
     {"error", "crc", "cpu"},
-    {"pool"},
+    {"pool", "forecast"},
     {"dtype", "policy", "trial", "io_file", "io_uring"},
     {"ops", "io"},
     {"io_load"},

@@ -167,7 +167,9 @@ def test_any_setting_gives_the_same_bits(
     got, stats = run(packs[name], slots=slots, threads=threads, io=io, policy=policy, isa=isa)
     assert same(got, logits[name])
     assert (stats.slots, stats.threads, stats.isa, stats.io_asked) == (slots, threads, isa, io)
-    assert stats.misses == 64 and (stats.evictions > 0) == (slots < 64)
+    assert stats.misses == 64
+    if policy != "auto":  # which may refuse a slot
+        assert (stats.evictions > 0) == (slots < 64)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -225,14 +225,14 @@ def test_a_mode_that_statistics_do_not_count_is_not_exercised(few, monkeypatch):
 def test_evidence_is_asked_of_the_statistics():
     with open_small("qwen35_fp8") as model:
         base = replace(model.stats(), threads_ran=2, hits=50, misses=50)
-    tiny = replace(base, slots=3, evictions=9)
+    tiny = replace(base, slots=3, misses=9)
 
     def proven(setting, stats, base=base):
         return verify._evidence(setting, stats, base)[0]
 
     cache = Setting("", {"slots": 3})
     assert proven(cache, tiny)
-    assert not proven(cache, replace(tiny, evictions=0))
+    assert not proven(cache, replace(tiny, misses=3))
     assert not proven(cache, tiny, replace(base, slots=3))  # the baseline's is no larger
     lru = Setting("", {"slots": 3, "policy": "lru"})
     assert proven(lru, replace(tiny, policy="lru")) and not proven(lru, tiny)

@@ -28,7 +28,8 @@ CTX_BYTES = 1024
 STACK = 96 << 10  # touched part of a thread's stack
 TENSOR_SLACK = 12 << 10  # alignment around a resident tensor
 LOAD_PIECE = 4 * MB  # of a dense tensor in flight in one lane
-EXPERT_META = 192  # bytes of tables an expert costs in the store and the policy
+EXPERT_META = 192  # bytes of tables an expert costs in the store and the policy,
+LAYER_META = 2304  # and a layer: the policy remembers 128 of its lines
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ def plan_memory(
             Item("Python, later", later + ctx * CTX_BYTES, "tokenizer, imports, sampling, prompt"),
             Item("dense weights", dense_bytes(located), "resident"),
             Item("expert scales", scales, "resident" if scales else "read with their experts"),
-            Item("expert tables", experts * EXPERT_META),
+            Item("expert tables", experts * EXPERT_META + len(moe) * LAYER_META),
             Item("KV cache", pool, f"{ctx} tokens, {kv}"),
             Item(
                 "session state",

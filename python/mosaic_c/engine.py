@@ -433,12 +433,19 @@ def policy_replay(
     token: np.ndarray,
     start: np.ndarray,
     ids: np.ndarray,
+    line_misses: np.ndarray | None = None,
 ) -> tuple[int, int]:
-    """(hits, misses) of a trace; see mc_policy_replay. layer, ids int32; token, start int64."""
+    """(hits, misses) of a trace; see mc_policy_replay. layer, ids int32; token, start int64.
+
+    line_misses: (n_line,) int32, filled with the misses of each line.
+    """
+    if line_misses is not None and len(line_misses) != len(layer):
+        raise ValueError(f"{len(layer)} lines, room for the misses of {len(line_misses)}")
     out = ffi.new("int64_t[2]")
     call(
         lib.mc_policy_replay, POLICIES[policy], n_layer, n_expert, slots, len(layer), _ints(layer),
         _ints(token, "int64_t"), _ints(start, "int64_t"), _ints(ids), out, out + 1,
+        ffi.NULL if line_misses is None else _ints(line_misses),
     )  # fmt: skip
     return out[0], out[1]
 

@@ -5,6 +5,7 @@
  *                       as recordings that may not be distributed, are skipped. */
 #include <math.h>
 
+#include "forecast.h"
 #include "policy.h"
 #include "test.h"
 
@@ -56,7 +57,7 @@ static void free_trace(trace *t) {
 static int replay(const trace *t, int kind, int64_t slots, int64_t *hits, int64_t *misses) {
     mc_error err = {0};
     int rc = mc_policy_replay(kind, t->n_layer, t->n_expert, slots, t->n_line, t->layer, t->token,
-                              t->start, t->ids, hits, misses, &err);
+                              t->start, t->ids, hits, misses, NULL, &err);
     CHECK(rc == MC_OK, "%s", err.message);
     return rc;
 }
@@ -127,6 +128,26 @@ static void check_rates(const char *dir, bool verbose) {
     }
 }
 
+/* What auto promises: at no size half a point below the better of lru and lfu. */
+static void check_promise(const char *dir) {
+    static const char *name[] = {"qwen3-30b-a3b", "olmoe", "zipf-v4-shape", "uniform-v4-shape"};
+    for (size_t i = 0; i < sizeof name / sizeof *name; i++) {
+        trace t;
+        if (!read_trace(dir, name[i], &t)) continue;
+        for (int percent = 1; percent <= 100; percent++) {
+            int64_t slots = (int64_t)percent * t.n_layer * t.n_expert / 100, hits[3], misses;
+            for (int kind = MC_POLICY_AUTO; kind <= MC_POLICY_LRU; kind++)
+                if (replay(&t, kind, slots, &hits[kind], &misses) != MC_OK) hits[kind] = 0;
+            double all = (double)t.start[t.n_line];
+            double best = (double)MCI_MAX(hits[MC_POLICY_LFU], hits[MC_POLICY_LRU]) / all;
+            double rate = (double)hits[MC_POLICY_AUTO] / all;
+            CHECK(rate > best - .005, "%s, %d %%: auto %.4f, the better of lru and lfu %.4f",
+                  name[i], percent, rate, best);
+        }
+        free_trace(&t);
+    }
+}
+
 /* ---- the slow model ---- */
 
 enum { LAYERS = 5, EXPERTS = 24, ITEMS = LAYERS * EXPERTS };
@@ -137,11 +158,22 @@ typedef struct model {
     bool held[ITEMS];
     double count[ITEMS]; /* far from ties, or exactly equal, whatever the rounding */
     int64_t last[ITEMS], next[ITEMS];
+    mci_forecast *forecast; /* auto: has a test of its own */
+    double share[ITEMS];
+    int64_t due[ITEMS]; /* price of a slot up to when the layer was, or would have been, served */
+    int64_t paid, price;
+    double misses, of_tokens;
 } model;
+
+/* auto: an expert's forecast share, less the price of a slot, in the policy's fixed point */
+static int64_t worth(const model *m, int item) {
+    return (int64_t)(m->share[item] * 0x1p32) - m->due[item];
+}
 
 static bool leaves_first(const model *m, int a, int b) {
     if (m->kind == MC_POLICY_BELADY)
         return m->next[a] != m->next[b] ? m->next[a] > m->next[b] : a > b;
+    if (m->kind == MC_POLICY_AUTO && worth(m, a) != worth(m, b)) return worth(m, a) < worth(m, b);
     if (m->kind == MC_POLICY_LFU && m->count[a] != m->count[b]) return m->count[a] < m->count[b];
     return m->last[a] < m->last[b];
 }
@@ -149,6 +181,13 @@ static bool leaves_first(const model *m, int a, int b) {
 static bool in_line(int item, int layer, const int32_t *ids, int n) {
     for (int i = 0; i < n; i++)
         if (layer * EXPERTS + ids[i] == item) return true;
+    return false;
+}
+
+/* Hits of the line, for auto: which of its experts were held before. */
+static bool hit_in_line(int item, int layer, const int32_t *ids, int n, const mci_touch *out) {
+    for (int i = 0; i < n; i++)
+        if (layer * EXPERTS + ids[i] == item) return out[i].hit;
     return false;
 }
 
@@ -164,8 +203,57 @@ static int model_victim(const model *m, int layer, const int32_t *ids, int n, in
     return best;
 }
 
+/* auto refuses the worst, whoever that is; only hits may not leave. */
+static void model_auto_line(model *m, int layer, const int32_t *ids, int n, mci_touch *out) {
+    const double *share = mci_forecast_line(m->forecast, layer, ids, n);
+    for (int e = 0; e < EXPERTS; e++) {
+        m->share[layer * EXPERTS + e] = share[e];
+        m->due[layer * EXPERTS + e] = m->paid + m->price * layer;
+    }
+    for (int i = 0; i < n; i++) {
+        int item = layer * EXPERTS + ids[i];
+        m->last[item] = ++m->clock;
+        out[i] = (mci_touch){m->held[item], m->held[item], -1};
+    }
+    for (int i = 0; i < n; i++) {
+        int item = layer * EXPERTS + ids[i], worst = item;
+        int64_t held = 0;
+        if (out[i].hit) continue;
+        m->misses++;
+        for (int j = 0; j < ITEMS; j++) held += m->held[j];
+        m->held[item] = out[i].admitted = true;
+        if (held < m->slots) continue;
+        for (int j = 0; j < ITEMS; j++)
+            if (m->held[j] && !hit_in_line(j, layer, ids, n, out) && leaves_first(m, j, worst))
+                worst = j;
+        m->held[worst] = false;
+        out[i].admitted = worst != item;
+        out[i].victim = worst == item ? -1 : worst;
+    }
+}
+
+static void model_token(model *m) {
+    if (m->kind == MC_POLICY_LFU && m->tokens > 0 && m->tokens % 16 == 0)
+        for (int i = 0; i < ITEMS; i++) m->count[i] /= 2;
+    if (m->kind == MC_POLICY_AUTO) {
+        for (int i = 0; i < ITEMS; i++) m->due[i] = m->paid + m->price * (i / EXPERTS);
+        double stay = (double)m->slots * m->of_tokens;
+        double far = m->of_tokens > 0 ? stay / (stay + 8 * m->misses) : 0;
+        mci_forecast_token(m->forecast, far);
+        m->paid += m->price * LAYERS;
+        m->price = (int64_t)((1 - far) * 0x1p32 / ITEMS);
+        m->misses *= 0x1.f50765b6e4540p-1; /* 2^(-1/32) */
+        m->of_tokens = m->of_tokens * 0x1.f50765b6e4540p-1 + 1;
+    }
+    m->tokens++;
+}
+
 static void model_line(model *m, int layer, const int32_t *ids, int n, const int64_t *next,
                        mci_touch *out) {
+    if (m->kind == MC_POLICY_AUTO) {
+        model_auto_line(m, layer, ids, n, out);
+        return;
+    }
     int64_t token = m->tokens ? (m->tokens - 1) % 16 : 0;
     double power = exp2((double)(token * LAYERS + layer) / (16 * LAYERS));
     for (int i = 0; i < n; i++) {
@@ -195,6 +283,9 @@ static void check_against_model(int kind, uint64_t seed) {
     int rc = mci_policy_create(&mem, kind, LAYERS, EXPERTS, m.slots, &p, &err);
     CHECK(rc == MC_OK, "%s", err.message);
     if (rc < 0) return;
+    void *memory = test_alloc((size_t)mci_forecast_bytes(LAYERS, EXPERTS));
+    memset(memory, 0, (size_t)mci_forecast_bytes(LAYERS, EXPERTS));
+    m.forecast = mci_forecast_init(memory, LAYERS, EXPERTS);
     CHECK(mem.total == mci_policy_bytes(kind, LAYERS, EXPERTS, m.slots), "bytes told differ");
     for (int step = 0; step < 400; step++) {
         int32_t ids[EXPERTS];
@@ -204,9 +295,7 @@ static void check_against_model(int kind, uint64_t seed) {
         int layer = (int)rng_below(&r, LAYERS);
         if (rng_below(&r, 2)) {
             mci_policy_token(p);
-            if (m.tokens > 0 && m.tokens % 16 == 0)
-                for (int i = 0; i < ITEMS; i++) m.count[i] /= 2;
-            m.tokens++;
+            model_token(&m);
         }
         for (int i = 0; i < EXPERTS; i++) ids[i] = i;
         for (int i = 0; i < n; i++) { /* distinct, the low ones more often */
@@ -252,6 +341,7 @@ static void check_against_model(int kind, uint64_t seed) {
               (unsigned long long)seed, step);
         if (!same || !held_same) break;
     }
+    free(memory);
     mci_policy_free(p);
     CHECK(mem.total == 0, "leak of %lld bytes", (long long)mem.total);
 }
@@ -277,9 +367,12 @@ static void check_cycle(void) {
                  {MC_POLICY_LAYER_LRU, 4, (TOKENS - 1) * 12},
                  {MC_POLICY_AUTO, 12, (TOKENS - 1) * 12},
                  {MC_POLICY_BELADY, 12, (TOKENS - 1) * 12}};
+    int ok = mc_policy_replay(MC_POLICY_AUTO, 3, K, 11, TOKENS * 3, layer, token, start, ids, &hits,
+                              &misses, NULL, NULL);
+    CHECK(ok == MC_OK && hits >= (TOKENS - 2) * 11, "auto, 11 slots: %lld hits", (long long)hits);
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
         int rc = mc_policy_replay(known[i].kind, 3, K, known[i].slots, TOKENS * 3, layer, token,
-                                  start, ids, &hits, &misses, NULL);
+                                  start, ids, &hits, &misses, NULL, NULL);
         CHECK(rc == MC_OK && hits == known[i].hits && misses == TOKENS * 12 - hits,
               "%s, %lld slots: %lld hits", mci_policy_name(known[i].kind),
               (long long)known[i].slots, (long long)hits);
@@ -288,12 +381,14 @@ static void check_cycle(void) {
 
 static void check_errors(void) {
     int32_t layer[2] = {0, 1}, ids[4] = {0, 1, 2, 3};
+    int32_t each[2] = {-1, -1};
     int64_t token[2] = {0, 0}, start[3] = {0, 2, 4}, hits, misses;
     mc_error err;
 #define REPLAY(kind, nl, ne, slots, n)                                                             \
-    mc_policy_replay(kind, nl, ne, slots, n, layer, token, start, ids, &hits, &misses, &err)
+    mc_policy_replay(kind, nl, ne, slots, n, layer, token, start, ids, &hits, &misses, each, &err)
     CHECK(REPLAY(MC_POLICY_LRU, 2, 4, 2, 2) == MC_OK && hits == 0 && misses == 4, "%lld",
           (long long)misses);
+    CHECK(each[0] == 2 && each[1] == 2, "misses of the lines: %d and %d", each[0], each[1]);
     CHECK(REPLAY(MC_POLICY_BELADY, 2, 4, 2, 0) == MC_OK && misses == 0, "empty trace");
     CHECK(REPLAY(99, 2, 4, 2, 2) == MC_EINVAL, "kind");
     CHECK(REPLAY(MC_POLICY_LRU, 0, 4, 2, 2) == MC_EINVAL, "no layers");
@@ -318,8 +413,9 @@ int main(int argc, char **argv) {
     const char *dir = argc > 1 ? argv[1] : "../data/traces";
     check_layer_lru(dir);
     check_rates(dir, argc > 1);
+    check_promise(dir);
     for (uint64_t seed = 1; seed <= 40; seed++)
-        for (int kind = MC_POLICY_LFU; kind <= MC_POLICY_BELADY; kind++)
+        for (int kind = MC_POLICY_AUTO; kind <= MC_POLICY_BELADY; kind++)
             check_against_model(kind, seed);
     check_cycle();
     check_errors();
