@@ -47,6 +47,13 @@ static double run(trial *t, int64_t reads) {
     return seconds > 0 ? 1e-9 * (double)bytes / seconds : 0;
 }
 
+int32_t mci_measure_best(const double *gbs, int32_t n) {
+    int32_t best = -1;
+    for (int32_t i = 0; i < n; i++)
+        if (best < 0 || gbs[i] > WORTH * gbs[best]) best = i;
+    return best;
+}
+
 static void choose(trial *t, int64_t reads) {
     mci_io *io = t->e->io;
     mc_stats *st = &t->e->stats;
@@ -55,7 +62,6 @@ static void choose(trial *t, int64_t reads) {
                               {MC_IO_DIRECT, only ? 0 : 1},
                               {MC_IO_DIRECT, only ? 0 : most},
                               {MC_IO_URING, most}};
-    int32_t best = -1;
     for (size_t i = 0; i < sizeof way / sizeof *way && !t->bad; i++) {
         if (!way[i][1] || mci_io_use(io, way[i][0], way[i][1], NULL) < 0) continue;
         double gbs = run(t, reads);
@@ -65,8 +71,8 @@ static void choose(trial *t, int64_t reads) {
         st->tried_lanes[k] = way[i][1];
         st->tried_gbs[k] = gbs;
         st->tried++;
-        if (best < 0 || gbs > WORTH * st->tried_gbs[best]) best = k;
     }
+    const int32_t best = mci_measure_best(st->tried_gbs, st->tried);
     if (best < 0)
         mci_io_use(io, way[0][0], way[0][1], NULL);
     else
