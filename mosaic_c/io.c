@@ -345,7 +345,7 @@ void mci_io_free(mci_io *io) {
 
 int mci_io_use(mci_io *io, int mode, int lanes, mc_error *err) {
     int rc = MC_OK;
-    if (io->outstanding || lanes < 1 || lanes > io->most ||
+    if (!mci_io_idle(io) || lanes < 1 || lanes > io->most ||
         (mode != MC_IO_DIRECT && mode != MC_IO_URING))
         return mci_fail(err, MC_EINVAL, 0, "io: mode %d with %d lanes, %lld reads outstanding",
                         mode, lanes, (long long)io->outstanding);
@@ -360,6 +360,13 @@ int mci_io_use(mci_io *io, int mode, int lanes, mc_error *err) {
     pthread_cond_broadcast(&io->parked);
     pthread_mutex_unlock(&io->lock);
     return rc;
+}
+
+bool mci_io_idle(mci_io *io) {
+    pthread_mutex_lock(&io->lock);
+    bool idle = io->outstanding == 0;
+    pthread_mutex_unlock(&io->lock);
+    return idle;
 }
 
 int mci_io_lanes(mci_io *io) { return io->most; }

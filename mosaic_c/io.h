@@ -57,6 +57,7 @@ int mci_io_most(int mode);
 int mci_io_create(int mode, int lanes, mci_io **out, mc_error *err);
 /* Waits for reads in progress, stops the threads, then closes the files. */
 void mci_io_free(mci_io *io);
+bool mci_io_idle(mci_io *io); /* no read is outstanding */
 /* Goes on in another mode (direct or uring) with so many lanes, at most mci_io_lanes. For auto, and
  * while no read is outstanding. MC_ESYS: no uring here. */
 int mci_io_use(mci_io *io, int mode, int lanes, mc_error *err);

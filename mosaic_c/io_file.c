@@ -109,7 +109,7 @@ static int read_mapped(mci_file *f, const mci_shim *shim, const mci_run *run, in
     if (!shim->fn) madvise(f->map + from, (size_t)bytes, MADV_WILLNEED); /* not page by page */
 #ifdef MADV_POPULATE_READ
     while (!shim->fn && (rc = madvise(f->map + from, (size_t)bytes, MADV_POPULATE_READ)) < 0 &&
-           (errno == EINTR || errno == EAGAIN)) {}
+           errno == EINTR) {}
 #endif
     if (rc < 0 && (rc = read_through(f, shim, run, err)) < 0) return rc;
     *taken += bytes;

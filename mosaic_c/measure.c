@@ -1,7 +1,7 @@
 /* measure.c - a few reads of experts in each way, then the fastest one. */
 #include "measure.h"
 
-enum { SLABS = 8, READS_MIN = 8, READS_MAX = 64, VOLUME = 16 << 20, WAYS_MAX = 8 };
+enum { SLABS = 8, READS_MIN = 8, READS_MAX = 64, VOLUME = 16 << 20 };
 static const double SECONDS = 0.06, WORTH = 1.1; /* at most; how much faster a later way must be */
 
 typedef struct trial {
@@ -47,6 +47,13 @@ static double run(trial *t, int64_t reads) {
     return seconds > 0 ? 1e-9 * (double)bytes / seconds : 0;
 }
 
+int32_t mci_measure_best(const double *gbs, int32_t n) {
+    int32_t best = -1;
+    for (int32_t i = 0; i < n; i++)
+        if (best < 0 || gbs[i] > WORTH * gbs[best]) best = i;
+    return best;
+}
+
 static void choose(trial *t, int64_t reads) {
     mci_io *io = t->e->io;
     mc_stats *st = &t->e->stats;
@@ -55,18 +62,18 @@ static void choose(trial *t, int64_t reads) {
                               {MC_IO_DIRECT, only ? 0 : 1},
                               {MC_IO_DIRECT, only ? 0 : most},
                               {MC_IO_URING, most}};
-    int32_t best = -1;
+    st->tried = 0;
     for (size_t i = 0; i < sizeof way / sizeof *way && !t->bad; i++) {
         if (!way[i][1] || mci_io_use(io, way[i][0], way[i][1], NULL) < 0) continue;
         double gbs = run(t, reads);
         int32_t k = st->tried;
-        if (t->bad || k == WAYS_MAX) break;
+        if (t->bad) break;
         st->tried_io[k] = way[i][0];
         st->tried_lanes[k] = way[i][1];
         st->tried_gbs[k] = gbs;
         st->tried++;
-        if (best < 0 || gbs > WORTH * st->tried_gbs[best]) best = k;
     }
+    const int32_t best = mci_measure_best(st->tried_gbs, st->tried);
     if (best < 0)
         mci_io_use(io, way[0][0], way[0][1], NULL);
     else
@@ -76,7 +83,7 @@ static void choose(trial *t, int64_t reads) {
 void mci_measure_reads(mc_engine *e, const mci_experts *layers, int32_t n_layer, mci_slabs *slabs) {
     trial t = {.e = e, .layers = layers, .n_layer = n_layer};
     int32_t slab[SLABS];
-    if (mci_io_asked(e->io) != MC_IO_AUTO) return;
+    if (mci_io_asked(e->io) != MC_IO_AUTO || !mci_io_idle(e->io)) return;
     t.random = (uint64_t)(mci_now() * 1e9) | 1;
     for (bool fresh; t.n < SLABS && (slab[t.n] = mci_slabs_take(slabs, &fresh)) >= 0; t.n++) {
         t.slab[t.n] = mci_slabs_at(slabs, slab[t.n]);

@@ -11,4 +11,7 @@
  * where direct reads are refused and nowhere else. A read that fails ends the measurement; whoever
  * needs that expert will see the error. */
 void mci_measure_reads(mc_engine *e, const mci_experts *layers, int32_t n_layer, mci_slabs *slabs);
+/* Which of n ways, simplest first, with these speeds: a later one must be faster than the choice so
+ * far by more than a tenth. -1: none. */
+int32_t mci_measure_best(const double *gbs, int32_t n);
 #endif

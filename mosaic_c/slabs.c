@@ -55,7 +55,7 @@ uint8_t *mci_slabs_at(const mci_slabs *s, int32_t slab) {
 int32_t mci_slabs_take(mci_slabs *s, bool *fresh) {
     if (!s->n_free) return -1;
     int32_t slab = s->free[--s->n_free];
-    *fresh = s->arena && !(s->flags[slab] & WARM);
+    *fresh = !(s->flags[slab] & WARM);
     s->flags[slab] |= WARM;
     return slab;
 }

@@ -18,8 +18,8 @@ typedef struct mci_slabs {
 } mci_slabs;
 
 /* n slabs of `bytes` each, in huge pages, none touched. mapped: no memory, the slabs stand for
- * bytes of mapped files, which count as if they were; mci_slabs_at gives NULL, nothing is fresh. On
- * failure nothing is owned. */
+ * bytes of mapped files, which count as if they were, and mci_slabs_at gives NULL. On failure
+ * nothing is owned. */
 int mci_slabs_open(mci_slabs *s, mc_engine *e, int64_t n, int64_t bytes, bool mapped,
                    mc_error *err);
 void mci_slabs_close(mci_slabs *s);

@@ -2,14 +2,15 @@
 
 import json
 import platform
+import re
 import subprocess
 import sys
 
 import pytest
-from conftest import VECTORS, open_small
+from conftest import VECTORS
 
 import mosaic_c
-from mosaic_c import MosaicError, UsageError, engine
+from mosaic_c import MosaicError, UsageError, budget, engine, synth
 from mosaic_c.opening import plan_model
 
 MODEL = VECTORS / "qwen35_fp8"
@@ -88,21 +89,33 @@ def test_what_this_system_can_do():
         plan_model(MODEL, io="fast")
 
 
-def test_mapped_experts_all_fit_or_are_refused():
-    """The floor that the message names works; one less than that does not."""
-    with pytest.raises(
-        MosaicError, match="needs at least .* --ram (\\d+)M or more, or another --io: mmap"
-    ) as info:
-        mosaic_c.open(MODEL, ram="60M", ctx=64, threads=1, io="mmap")
+def test_mapped_experts_all_fit_or_are_refused(tmp_path, monkeypatch):
+    """The budget that the message names works; two MiB less do not."""
+    monkeypatch.setattr(budget, "process_bytes", lambda: 80 * budget.MB)  # the same at every look
+    folder = tmp_path / "tiny"
+    synth.write(folder, "tiny", experts=256, progress=False)
+    options = {"ctx": 64, "threads": 1, "io": "mmap"}
+    plan = plan_model(folder, ram="4G", **options)[-1]
+    other = plan_model(folder, ram="4G", **options | {"io": "direct"})[-1]
+    assert plan.slots == plan.hard == plan.experts and plan.mapped and not other.mapped
+    more = (plan.experts - other.hard - engine.io_most("direct")) * plan.slab  # no slabs in transit
+    assert abs(plan.floor - other.floor - more) <= budget.MB and more > 10 * budget.MB
+    words = r"needs at least .* --ram (\d+)M or more, or another --io: mmap"
+    with pytest.raises(MosaicError, match=words) as info:
+        mosaic_c.open(folder, ram=plan.floor - 2 * budget.MB, **options)
     assert info.value.code == "EBUDGET"
-    plan = plan_model(MODEL, ram="4G", ctx=64, threads=1, io="mmap")[-1]
-    other = plan_model(MODEL, ram="4G", ctx=64, threads=1, io="direct")[-1]
-    assert plan.slots == plan.hard == 40 and plan.mapped and not other.mapped
-    assert other.hard == 3  # what the smallest budget must hold
-    with pytest.raises(UsageError, match="slots: --io mmap holds all 40 experts, got 39"):
-        open_small("qwen35_fp8", io="mmap", slots=39)
-    with pytest.raises(UsageError, match="slots: --io mmap holds all 10 experts, got 9"):
-        open_small("qwen35_fp8", io="mmap", policy="layer-lru", slots=9)
+    ram = re.search(words, str(info.value))[1] + "M"
+    with mosaic_c.open(folder, ram=ram, **options) as model:
+        model.session().forward(list(range(20)))
+        stats = model.stats()
+    assert stats.io == "mmap" and stats.slots == plan.experts
+    assert stats.resident["cache"] == plan.experts * plan.slab
+    with pytest.raises(
+        UsageError, match=f"slots: --io mmap holds all {plan.experts} experts, got 39"
+    ):
+        mosaic_c.open(folder, ram="1G", slots=39, **options)
+    with pytest.raises(UsageError, match="slots: --io mmap holds all 256 experts, got 9"):
+        mosaic_c.open(folder, ram="1G", slots=9, policy="layer-lru", **options)
 
 
 def test_mapped_experts_do_not_make_room_for_sessions():

@@ -138,12 +138,17 @@ static bool tried(const mc_stats *st, int i, int io, int lanes) {
            st->tried_gbs[i] > 0;
 }
 
-/* The rule once more: a later way must be faster than the best so far by a tenth. */
+static void check_rule(void) {
+    static const double a[] = {1, 1.05, 0.5}, b[] = {1, 1.09, 1.11, 1.2}, c[] = {1, 2, 2.1, 2.3};
+    CHECK(mci_measure_best(a, 3) == 0, "nothing is faster by a tenth");
+    CHECK(mci_measure_best(b, 4) == 2, "by more than a tenth of the choice, not of the last");
+    CHECK(mci_measure_best(c, 3) == 1 && mci_measure_best(c, 4) == 3, "of the choice so far");
+    CHECK(mci_measure_best(a, 0) == -1, "nothing to choose from");
+}
+
 static bool chose_well(const mc_stats *st) {
-    int best = 0;
-    for (int i = 1; i < st->tried; i++)
-        if (st->tried_gbs[i] > 1.1 * st->tried_gbs[best]) best = i;
-    return st->io == st->tried_io[best] && st->lanes == st->tried_lanes[best];
+    int32_t best = mci_measure_best(st->tried_gbs, st->tried);
+    return best >= 0 && st->io == st->tried_io[best] && st->lanes == st->tried_lanes[best];
 }
 
 /* Direct with so many lanes is the choice for such a disk, on a machine that others use too in one
@@ -243,6 +248,7 @@ static void check_mapped(void) {
 int main(int argc, char **argv) {
     if (!begin_files(argc, argv)) return 1;
     lay_out_experts();
+    check_rule();
     check_auto();
     check_mapped();
     return end_files();
