@@ -1,4 +1,4 @@
-"""How much memory and how many cores this process may use, and sizes as text.
+"""How much memory and how many cores this process may use, how much memory is in use, and sizes as text.
 
 Everything is read from two folders, /proc and /sys/fs/cgroup, which callers may replace by recorded
 ones. Control groups of version 1 and 2 are both looked at, also side by side (a hybrid system
@@ -64,6 +64,50 @@ def read_limits(
     limit, source = min(memory, default=(None, None), key=lambda x: x[0])
     quota, cpu_source = min(cpu, default=(None, None), key=lambda x: x[0])
     return Limits(mem_available, mem_total, limit, source, quota, cpu_source, _affinity(proc))
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A limit that memory runs into, in bytes, and what sets it.
+
+    used: what the kernel cannot take back by itself, so no page cache; None where it does not say.
+    """
+
+    source: str
+    limit: int
+    used: int | None
+
+
+def memory_groups(
+    proc: str | os.PathLike[str] = "/proc", cgroup: str | os.PathLike[str] = "/sys/fs/cgroup"
+) -> list[tuple[int, list[Path]]]:
+    """(version, folders of this process's memory group and all above it), for read_bounds."""
+    found = _groups(Path(proc), Path(cgroup))
+    return [(v, folders) for v, controllers, folders in found if v == 2 or "memory" in controllers]
+
+
+def read_bounds(
+    groups: list[tuple[int, list[Path]]], proc: str | os.PathLike[str] = "/proc"
+) -> list[Bound]:
+    """System memory and every limit of these groups, as they are now.
+
+    Never fails: what cannot be read is not a bound.
+    """
+    total, available = _meminfo(Path(proc))
+    found = []
+    if total is not None and available is not None:
+        found.append(Bound("system memory", total, max(total - available, 0)))
+    for version, folders in groups:
+        names = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
+        seen = _UNLIMITED
+        for folder in folders:
+            for limit, source in sorted(_memory_files(folder, names))[:1]:
+                found.append(Bound(source, limit, _used(folder, version)))
+                seen = min(seen, limit)
+        if version == 1:  # of an ancestor that a container cannot see: how full it is nobody knows
+            above = _hierarchical(folders[0])
+            found += [Bound(source, limit, None) for limit, source in above if limit < seen]
+    return found
 
 
 def smallest_limit(limits: Limits) -> tuple[int, str] | None:
@@ -241,6 +285,22 @@ def _hierarchical(folder: Path) -> Iterator[tuple[int, str]]:
     match = re.search(r"(?m)^hierarchical_memory_limit (\d+)$", _read(folder / "memory.stat"))
     if match and int(match[1]) < _UNLIMITED:
         yield int(match[1]), str(folder / "memory.stat")
+
+
+# What memory.stat calls the pages of files, and other memory that is given up on demand. Version 1 counts
+# descendants in names of their own; pages of tmpfs are in neither list, as only swap could take them.
+_RECLAIMABLE = {
+    1: re.compile(r"(?m)^total_(?:in)?active_file (\d+)$"),
+    2: re.compile(r"(?m)^(?:inactive_file|active_file|slab_reclaimable) (\d+)$"),
+}
+
+
+def _used(folder: Path, version: int) -> int | None:
+    usage = _integer(_read(folder / ("memory.current", "memory.usage_in_bytes")[version == 1]))
+    stat = _read(folder / "memory.stat")
+    if usage is None or not stat:  # a full group may be full of page cache, which says nothing
+        return None
+    return max(usage - sum(map(int, _RECLAIMABLE[version].findall(stat))), 0)
 
 
 def _quota_v2(folder: Path) -> Iterator[tuple[float, str]]:

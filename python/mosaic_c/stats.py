@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mosaic_c.engine import MEM_KINDS, ffi
+from mosaic_c.guard import Guard
 from mosaic_c.limits import format_size
 
 
@@ -31,7 +32,8 @@ class Counters:
 class Stats:
     """hits, misses: distinct experts per layer and step. bytes_read, reads: expert reads. read_s: inside reads,
     summed over lanes. wait_s: compute standing still for them. resident, peak: bytes of each tier of the engine.
-    rss, peak_rss: of the process. files_direct, files_pread: how the shards are really read."""
+    rss, peak_rss: of the process. pressure_shrinks: times that the expert cache gave way because memory was
+    short; slots_lost: slots it lacks for that now. files_direct, files_pread: how the shards are really read."""
 
     hits: int
     misses: int
@@ -51,6 +53,8 @@ class Stats:
     budget: int
     slots: int
     slab_bytes: int
+    pressure_shrinks: int
+    slots_lost: int
     prefill_tokens: int
     prefill_s: float
     prefill_tok_s: float
@@ -73,6 +77,7 @@ class Stats:
     def lines(self) -> list[str]:
         """The same for people."""
         files = self.files_direct + self.files_pread
+        shrinks = f", {self.pressure_shrinks} shrinks for want of memory, {self.slots_lost} slots lost now"
         return [
             f"prefill  {self.prefill_tokens} tokens, {self.prefill_s:.2f} s, {self.prefill_tok_s:.2f} tok/s",
             f"decode   {self.decode_tokens} tokens, {self.decode_s:.2f} s, {self.decode_tok_s:.2f} tok/s",
@@ -83,14 +88,14 @@ class Stats:
             "memory   "
             + ", ".join(f"{k} {format_size(v)}" for k, v in self.resident.items())
             + f"; RSS {format_size(self.rss)}, peak {format_size(self.peak_rss)} of {format_size(self.budget)}, "
-            f"{self.major_faults} major faults",
+            f"{self.major_faults} major faults" + (shrinks if self.pressure_shrinks else ""),
             f"modes    {self.isa}, {self.threads_ran} of {self.threads} threads, KV {self.kv}, context {self.ctx}, "
             f"chunks of {self.chunk}",
         ]
 
 
-def collect(c: Any, counters: Counters, memory: Any, io: str) -> Stats:
-    """Stats from an mc_stats, the model's counters and its memory plan."""
+def collect(c: Any, counters: Counters, memory: Any, io: str, guard: Guard) -> Stats:
+    """Stats from an mc_stats, the model's counters, memory plan and memory guard."""
     n = counters
     rss, peak = _rss()
     touched = c.hits + c.misses
@@ -113,6 +118,8 @@ def collect(c: Any, counters: Counters, memory: Any, io: str) -> Stats:
         budget=memory.budget,
         slots=c.slots,
         slab_bytes=c.slab_bytes,
+        pressure_shrinks=guard.shrinks,
+        slots_lost=(guard.full - guard.allowed) * guard.unit // max(memory.slab, 1),
         prefill_tokens=n.prefill_tokens,
         prefill_s=n.prefill_s,
         prefill_tok_s=n.prefill_tokens / n.prefill_s if n.prefill_s else 0.0,
