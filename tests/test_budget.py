@@ -18,7 +18,7 @@ HYBRID = "qwen35_fp8"
 def small_process(monkeypatch):
     """The test runner itself may be larger than the budgets tried here."""
     monkeypatch.setattr(budget, "process_bytes", lambda: 40 * budget.MB)
-    monkeypatch.setattr(guard.Watch, "_sizes", lambda self: (40 * budget.MB, 0))
+    monkeypatch.setattr(guard, "read_process", lambda proc: (40 * budget.MB, 0, 0))
 
 
 def plan(name=HYBRID, **options):

@@ -17,10 +17,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from mosaic_c.limits import Bound, format_size, memory_groups, read_bounds
+from mosaic_c.limits import Bound, format_size, memory_groups, read_bounds, read_process
 
 EVERY = 0.1  # seconds between two readings
-SHARE = 500  # a reading takes at most one part in SHARE of the time
+SHARE = 700  # a reading takes at most one part in SHARE of the time
 REGROUP = 5.0  # seconds after which control groups are looked for again
 GIB = 1 << 30
 
@@ -61,32 +61,15 @@ class Watch:
         cpu, now = time.thread_time(), time.monotonic()
         if now - self._found >= REGROUP:
             self._groups, self._found = memory_groups(self._proc, self._cgroup), now
-        try:
-            resident, swapped = self._sizes()
-            # after the name, which may hold anything: state ppid ... minflt cminflt majflt
-            faults = int(_text(self._proc / "self/stat").rpartition(")")[2].split()[9])
-        except (OSError, ValueError, IndexError):
-            return None
-        bounds = read_bounds(self._groups, self._proc)
+        process, bounds = read_process(self._proc), read_bounds(self._groups, self._proc)
         # of this thread alone: where the machine is busy or pages, looking often matters most
         cost = time.thread_time() - cpu
         self.due = time.monotonic() + min(max(EVERY, SHARE * cost), STEP)
+        if process is None:
+            return None
+        resident, swapped, faults = process
         used = resident + swapped
         return Reading(used, swapped, faults, (Bound(BUDGET, self._budget, used), *bounds))
-
-    def _sizes(self) -> tuple[int, int]:
-        """Bytes resident and swapped out."""
-        kib = {"VmRSS": 0, "VmSwap": 0}
-        for line in _text(self._proc / "self/status").splitlines():
-            name, _, rest = line.partition(":")
-            if name in kib:
-                kib[name] = int(rest.split()[0])
-        return kib["VmRSS"] * 1024, kib["VmSwap"] * 1024
-
-
-def _text(path: Path) -> str:
-    with open(path, encoding="ascii", errors="replace") as f:
-        return f.read()
 
 
 def margin(bound: Bound) -> int:
@@ -110,6 +93,9 @@ class Guard:
         self._pressed = self._stepped = self._counted = float("-inf")
         self._patience = QUIET
         self._grew = False  # since the last shrink
+        self._others: dict[
+            str, int
+        ] = {}  # what others used at the last look, by source of the bound
         self._faults, self._rate, self._strikes = 0, 0.0, 0
 
     def decide(self, now: float, reading: Reading, cached: int, slots: int) -> str | None:
@@ -118,7 +104,8 @@ class Guard:
         which is one line at the start of an episode and one when the floor is reached."""
         slots = min(self.allowed, slots)  # that it has now
         rooms = [(self._room(b, reading, cached), margin(b), b) for b in reading.bounds]
-        over = [(room - spare, b) for room, spare, b in rooms if cached > room]
+        over = [(r - self._surge(b, reading), spare, b) for r, spare, b in rooms]
+        over = [(r - spare, b) for r, spare, b in over if cached > r]
         if over:
             room, bound = min(over, key=lambda r: r[0])
             wanted = room // self.unit
@@ -145,6 +132,15 @@ class Guard:
     def _room(b: Bound, reading: Reading, cached: int) -> int:
         used = reading.used if b.used is None else b.used
         return b.limit - keep(b) - max(used - cached, 0)
+
+    def _surge(self, b: Bound, reading: Reading) -> int:
+        """What others may take until the next look: as much as since the last. The process's own growth is
+        planned for."""
+        if b.source == BUDGET or b.used is None:
+            return 0
+        others = b.used - reading.used
+        last, self._others[b.source] = self._others.get(b.source, others), others
+        return max(others - last, 0)
 
     def _relax(self, now: float, most: int) -> None:
         """A step towards the slots that there is room for."""

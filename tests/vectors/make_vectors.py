@@ -27,7 +27,6 @@ expected.npz, for n prompt tokens, V words, L MoE layers and top k:
                                 gap between the two best logits over max |logit|; max |logit|
     seeds (2,) int32            of the weights and of the prompt
 """
-
 from __future__ import annotations
 
 import importlib.util
@@ -49,7 +48,7 @@ HERE = Path(__file__).resolve().parent
 N_PROMPT, N_GREEDY = 150, 40
 POSITIONS = [0, 1, 2, 3, 62, 63, 64, 100, 127, 128, N_PROMPT - 1]
 STEPS = [0, 1, 2, 10, 39]
-LIMITS = (1e-4, 5e-4)  # router gap; logit gap (two logits may each be off by the tests' 2e-4)
+LIMITS = (1e-4, 5e-4)   # router gap; logit gap (two logits may each be off by the tests' 2e-4)
 
 
 def load(path: Path) -> torch.nn.Module:
@@ -88,12 +87,10 @@ def top_gap(x: torch.Tensor, k: int) -> float:
 @torch.no_grad()
 def run(model: torch.nn.Module, prompt: np.ndarray, quick: bool) -> dict[str, np.ndarray] | None:
     """Prefill, then greedy decode with the cache; with `quick`, None if a decision is too close."""
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # router probabilities, chosen experts
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []      # router probabilities, chosen experts
     routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
-    hooks = [
-        m.register_forward_hook(lambda _m, _x, y: seen.append((y[0].softmax(-1), y[2])))
-        for m in routers
-    ]
+    hooks = [m.register_forward_hook(lambda _m, _x, y: seen.append((y[0].softmax(-1), y[2])))
+             for m in routers]
     top_k = model.config.num_experts_per_tok
 
     def margins(lg: torch.Tensor) -> tuple[float, float]:
@@ -123,22 +120,15 @@ def run(model: torch.nn.Module, prompt: np.ndarray, quick: bool) -> dict[str, np
         for h in hooks:
             h.remove()
     peak = float(every.abs().max())
-    print(
-        f"  router gap {router:.1e}, logit gap {word:.1e} of max |logit| {peak:.1f}, "
-        f"{len(set(greedy))} different words in {N_GREEDY}, "
-        f"cached and whole differ by {float((whole - every).abs().max()) / peak:.1e}"
-    )
-    return {
-        "prompt": prompt.astype(np.int32),
-        "positions": np.array(POSITIONS, np.int32),
-        "logits": logits[POSITIONS].numpy(),
-        "argmax": logits.argmax(-1).numpy().astype(np.int32),
-        "greedy": np.array(greedy, np.int32),
-        "step_index": np.array(STEPS, np.int32),
-        "step_logits": torch.stack(steps)[STEPS].numpy(),
-        "routes": routes,
-        "margins": np.array([router, word, peak], np.float32),
-    }
+    print(f"  router gap {router:.1e}, logit gap {word:.1e} of max |logit| {peak:.1f}, "
+          f"{len(set(greedy))} different words in {N_GREEDY}, "
+          f"cached and whole differ by {float((whole - every).abs().max()) / peak:.1e}")
+    return {"prompt": prompt.astype(np.int32), "positions": np.array(POSITIONS, np.int32),
+            "logits": logits[POSITIONS].numpy(),
+            "argmax": logits.argmax(-1).numpy().astype(np.int32),
+            "greedy": np.array(greedy, np.int32), "step_index": np.array(STEPS, np.int32),
+            "step_logits": torch.stack(steps)[STEPS].numpy(), "routes": routes,
+            "margins": np.array([router, word, peak], np.float32)}
 
 
 def make(name: str, variant: Variant) -> None:
@@ -182,36 +172,23 @@ def make_rope() -> None:
     some = np.random.default_rng(7).integers(3, 262144, 14).tolist()
     fixed = [0, 1, 2, 63, 64, 1000, 4095, 32767, 131071, 262143]
     positions = np.array(sorted({*fixed, *some}), np.int64)
-    out = {
-        "positions": positions,
-        "theta": np.array([t for t, _ in pairs]),
-        "dim": np.array([d for _, d in pairs], np.int32),
-    }
+    out = {"positions": positions, "theta": np.array([t for t, _ in pairs]),
+           "dim": np.array([d for _, d in pairs], np.int32)}
     for i, (theta, dim) in enumerate(pairs):
-        rope = Qwen3MoeRotaryEmbedding(
-            transformers.Qwen3MoeConfig(
-                head_dim=dim, rope_parameters={"rope_type": "default", "rope_theta": theta}
-            )
-        )
+        rope = Qwen3MoeRotaryEmbedding(transformers.Qwen3MoeConfig(
+            head_dim=dim, rope_parameters={"rope_type": "default", "rope_theta": theta}))
         cos, sin = rope(torch.zeros(1), torch.from_numpy(positions)[None])
         inv = rope.inv_freq.numpy()
-        got = {
-            "inv_freq": inv,
-            "cos": cos[0, :, : dim // 2].numpy(),
-            "sin": sin[0, :, : dim // 2].numpy(),
-        }
+        got = {"inv_freq": inv, "cos": cos[0, :, : dim // 2].numpy(),
+               "sin": sin[0, :, : dim // 2].numpy()}
         out |= {f"{k}_{i}": v for k, v in got.items()}
         angle = (positions[:, None].astype(np.float32) * inv).astype(np.float64)
         power = np.power(theta, np.float32(np.arange(0, dim, 2) / dim).astype(np.float64))
         far = np.abs(inv - np.float32(1) / power.astype(np.float32)) / np.spacing(inv)
-        ulp = max(
-            float((np.abs(got[k] - f(angle)) / np.spacing(np.abs(got[k]))).max())
-            for k, f in (("cos", np.cos), ("sin", np.sin))
-        )
-        print(
-            f"rope {theta:g} {dim}: inv_freq is not 1.0f/(float)pow at {np.nonzero(far)[0]} "
-            f"(max {far.max():.0f} ulp); cos, sin of the float32 angle within {ulp:.2f} ulp"
-        )
+        ulp = max(float((np.abs(got[k] - f(angle)) / np.spacing(np.abs(got[k]))).max())
+                  for k, f in (("cos", np.cos), ("sin", np.sin)))
+        print(f"rope {theta:g} {dim}: inv_freq is not 1.0f/(float)pow at {np.nonzero(far)[0]} "
+              f"(max {far.max():.0f} ulp); cos, sin of the float32 angle within {ulp:.2f} ulp")
     np.savez(HERE / "rope.npz", **out)
 
 
