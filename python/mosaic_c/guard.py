@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,15 +28,17 @@ GIB = 1 << 30
 QUIET = 2.0  # seconds without pressure before the cache grows
 OVER = 30.0  # ... and, at its full size, before an episode is over
 STEP = 1.0  # seconds between two steps of growth, or two counts of page faults
+RECENT = 10.0  # seconds after which an earlier look says nothing of how others grow
 FAULTS = 50  # major faults a second: fewer cost a few percent at most
 BUDGET = "the memory budget"
 
 
 @dataclass(frozen=True)
 class Reading:
-    """used: bytes of this process, resident or swapped out. faults: major ones since it started. bounds: the
-    budget and whatever else limits memory."""
+    """now: seconds. used: bytes of this process, resident or swapped out. faults: major ones since it started.
+    bounds: the budget and whatever else limits memory."""
 
+    now: float
     used: int
     swapped: int
     faults: int
@@ -43,33 +46,39 @@ class Reading:
 
 
 class Watch:
-    """Reads the state of memory, from folders that may be replaced by recorded ones. budget: of this process."""
+    """Reads the state of memory, from folders that may be replaced by recorded ones. budget: of this process.
+    clock: seconds, only advancing."""
 
     def __init__(
         self,
         budget: int,
         proc: str | os.PathLike[str] = "/proc",
         cgroup: str | os.PathLike[str] = "/sys/fs/cgroup",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.due = 0.0  # time.monotonic() of the next reading
+        self._clock, self._due = clock, float("-inf")
         self._budget, self._proc, self._cgroup = budget, Path(proc), Path(cgroup)
         self._groups: list[tuple[int, list[Path]]] = []
         self._found = float("-inf")
 
+    def ready(self) -> bool:
+        """Whether it is time to look."""
+        return self._clock() >= self._due
+
     def read(self) -> Reading | None:
         """Memory as it is now; None where the process itself cannot be read."""
-        cpu, now = time.thread_time(), time.monotonic()
+        cpu, now = time.thread_time(), self._clock()
         if now - self._found >= REGROUP:
             self._groups, self._found = memory_groups(self._proc, self._cgroup), now
         process, bounds = read_process(self._proc), read_bounds(self._groups, self._proc)
         # of this thread alone: where the machine is busy or pages, looking often matters most
         cost = time.thread_time() - cpu
-        self.due = time.monotonic() + min(max(EVERY, SHARE * cost), STEP)
+        self._due = now + min(max(EVERY, SHARE * cost), STEP)
         if process is None:
             return None
         resident, swapped, faults = process
         used = resident + swapped
-        return Reading(used, swapped, faults, (Bound(BUDGET, self._budget, used), *bounds))
+        return Reading(now, used, swapped, faults, (Bound(BUDGET, self._budget, used), *bounds))
 
 
 def margin(bound: Bound) -> int:
@@ -90,18 +99,19 @@ class Guard:
         self.allowed = full
         self.shrinks = 0  # times that it was lowered
         self._said: set[str] = set()  # in this episode
-        self._pressed = self._stepped = self._counted = float("-inf")
+        self._pressed = self._stepped = self._counted = self._looked = float("-inf")
         self._patience = QUIET
         self._grew = False  # since the last shrink
-        self._others: dict[
-            str, int
-        ] = {}  # what others used at the last look, by source of the bound
+        self._others: dict[str, int] = {}  # what others used at the last look, by bound
         self._faults, self._rate, self._strikes = 0, 0.0, 0
 
-    def decide(self, now: float, reading: Reading, cached: int, slots: int) -> str | None:
-        """Sets `allowed`. now: seconds of any clock that only advances. cached: bytes of experts in memory.
-        slots: what the cache would hold without pressure, at most full. Returns what the user should know,
-        which is one line at the start of an episode and one when the floor is reached."""
+    def decide(self, reading: Reading, cached: int, slots: int) -> str | None:
+        """Sets `allowed`. cached: bytes of experts in memory. slots: what the cache would have without
+        pressure, at most full. Returns what the user should know: one line at the start of an episode, one
+        when the floor is reached."""
+        if reading.now - self._looked > RECENT:
+            self._others.clear()
+        self._looked = reading.now
         slots = min(self.allowed, slots)  # that it has now
         rooms = [(self._room(b, reading, cached), margin(b), b) for b in reading.bounds]
         over = [(r - self._surge(b, reading), spare, b) for r, spare, b in rooms]
@@ -111,17 +121,16 @@ class Guard:
             wanted = room // self.unit
             used = reading.used if bound.used is None else bound.used
             why = f"{format_size(used)} of {format_size(bound.limit)} in use ({bound.source})"
-        elif self._thrashing(now, reading):
+        elif self._thrashing(reading):
             wanted = min(slots, -(-cached // self.unit))
             wanted -= max(1, wanted // 8)
             why = f"{self._rate:.0f} major page faults a second"
         else:
             free = all(room >= self.full * self.unit for room, _, _ in rooms)
-            self._relax(
-                now, self.full if free else min(r - spare for r, spare, _ in rooms) // self.unit
-            )
+            most = self.full if free else min(r - spare for r, spare, _ in rooms) // self.unit
+            self._relax(reading.now, most)
             return None
-        self._pressed = now
+        self._pressed = reading.now
         if self._grew:
             self._patience, self._grew = min(2 * self._patience, 300.0), False
         before, self.allowed = self.allowed, max(min(wanted, slots), self.floor)
@@ -134,13 +143,13 @@ class Guard:
         return b.limit - keep(b) - max(used - cached, 0)
 
     def _surge(self, b: Bound, reading: Reading) -> int:
-        """What others may take until the next look: as much as since the last. The process's own growth is
-        planned for."""
+        """What others may take until the next look: as much as since the last. Less than the margin is met by
+        what stays free; the process's own growth is planned for."""
         if b.source == BUDGET or b.used is None:
             return 0
         others = b.used - reading.used
         last, self._others[b.source] = self._others.get(b.source, others), others
-        return max(others - last, 0)
+        return others - last if others - last > margin(b) else 0
 
     def _relax(self, now: float, most: int) -> None:
         """A step towards the slots that there is room for."""
@@ -157,17 +166,22 @@ class Guard:
             self.allowed = min(self.allowed + step, most)
             self._stepped, self._grew = now, True
 
-    def _thrashing(self, now: float, reading: Reading) -> bool:
+    def _thrashing(self, reading: Reading) -> bool:
         """Whether pages come back from disk in two counts in a row, for want of memory. A burst is code that
         runs for the first time; with memory to spare it is a file that someone reads through a mapping."""
-        if now - self._counted < STEP:
+        passed = reading.now - self._counted
+        if passed < STEP:
             return False
-        rate = (reading.faults - self._faults) / (now - self._counted)
-        self._faults, self._counted, self._rate = reading.faults, now, rate
+        self._rate = (reading.faults - self._faults) / passed
+        self._faults, self._counted = reading.faults, reading.now
         known = [b for b in reading.bounds if b.source != BUDGET and b.used is not None]
         tight = any(b.limit - b.used < min(b.limit // 4, GIB) for b in known)
         short = reading.swapped > 0 or tight or not known
-        self._strikes = self._strikes + 1 if rate >= FAULTS and short else 0
+        if self._rate < FAULTS or not short:
+            self._strikes = 0
+            return False
+        self._strikes += 1
+        self._pressed = reading.now  # at least no time to grow
         return self._strikes >= 2
 
     def _note(self, why: str, slots: int, floor: bool) -> str | None:

@@ -238,7 +238,7 @@ class Model:
                     x = x_all[: len(ids)]
                     self.embed.pick(ids, x)
                     for n, (mixer, moe, index) in enumerate(layers):
-                        if time.monotonic() >= self.watch.due:
+                        if self.watch.ready():
                             self.relieve()
                         mixer.forward(step, x)
                         record = trace is not None and index >= 0
@@ -321,8 +321,7 @@ class Model:
             filled = c.misses - c.evictions  # plus those that a full cache did not admit
             self._held = max(0, min(self._held + filled - self._filled, c.slots))
             self._filled = filled
-            held = self._held * memory.slab
-            note = self.guard.decide(time.monotonic(), reading, held, self._most())
+            note = self.guard.decide(reading, self._held * memory.slab, self._most())
             self._fit()
         finally:
             self._lock.release()
