@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from test_limits import Tree
 
 import mosaic_c
-from mosaic_c import model as model_module
-from mosaic_c import synth
+from mosaic_c import budget, cli, guard, synth
 from mosaic_c.guard import BUDGET, GIB, Guard, Reading, Watch, keep, margin
 from mosaic_c.limits import Bound, read_process
+from mosaic_c.opening import plan_model
 
 MIB = 1 << 20
 UNIT = 3 * MIB
@@ -378,6 +378,56 @@ def test_sessions_are_made_and_closed_under_pressure(folder, tree):
         assert model.slots == model.guard.allowed == full
 
 
+def test_a_look_leaves_sessions_what_they_took(folder, tree, monkeypatch):
+    """At a budget without slack the cache gave slots to sessions: no pressure, but nothing to grow into."""
+    monkeypatch.setattr(budget, "process_bytes", lambda: 40 * MIB)
+    m = plan_model(folder, ram="1G", ctx=64, threads=1)[-1]
+    ram = m.floor + 200 * m.slab
+    with open_tiny(folder, ctx=64, ram=ram) as model:
+        squeezed, full, sessions = Squeezed(model, tree), model.slots, []
+        squeezed._budget = GIB
+        while model.slots > full - 50:
+            sessions.append(model.session())
+        few = model.slots
+        for _ in range(5):
+            squeezed.now += 10
+            model.relieve()
+        assert model.slots == few < model.guard.allowed == full
+        assert sum(model.stats().resident.values()) <= model.memory.engine_budget
+        for s in sessions:
+            s.close()
+        assert model.slots > few
+
+
+def test_generate_says_it(folder, monkeypatch, capsys):
+    """On stderr, once; the text on stdout is that of a run without pressure."""
+    command = [
+        "generate",
+        "--ids",
+        "1,2,3",
+        "-m",
+        str(folder),
+        "-n",
+        "40",
+        "--temp",
+        "0",
+        "--ram",
+        "1G",
+    ]
+    assert cli.main(command) == 0
+    want = capsys.readouterr()
+    assert "note" not in want.err
+    monkeypatch.setattr(guard, "read_process", lambda proc: (2 * GIB, 0, 0))
+    monkeypatch.setattr(guard, "EVERY", 0.0)
+    monkeypatch.setattr(guard, "SHARE", 0.0)
+    assert cli.main([*command, "--stats"]) == 0
+    got = capsys.readouterr()
+    assert got.out == want.out
+    notes = [line for line in got.err.splitlines() if line.startswith("note: memory is short")]
+    assert len(notes) == 1 and "2 GiB of 1 GiB in use (the memory budget)" in notes[0]
+    assert "1 shrinks for want of memory" in got.err
+
+
 def test_a_busy_cache_is_resized_later(folder, tree, monkeypatch):
     with open_tiny(folder) as model:
         squeezed = Squeezed(model, tree)
@@ -396,11 +446,3 @@ def test_a_busy_cache_is_resized_later(folder, tree, monkeypatch):
         assert model.slots == model.memory.slots and len(calls) == 1
         model.relieve()
         assert model.slots == model.memory.hard == model.stats().slots
-
-
-def test_a_look_costs_little(folder):
-    """With the real files of this machine, a look is not due again before 500 times what it took."""
-    with open_tiny(folder) as model:
-        model.relieve()
-        assert not model.watch.ready()
-        assert model_module.Watch is Watch and model.watch.read() is not None

@@ -79,24 +79,21 @@ def test_a_chunk_takes_an_eighth_of_what_is_free(folder):
     assert seen == sorted(seen) and set(CHUNKS[:6]) <= set(seen)
 
 
-def test_no_expert_makes_way_for_a_chunk_that_saves_no_reads(folder):
-    """Where all experts fit beside chunks of 512, they stay."""
-    m = plan_model(folder, ram="1G", ctx=8192, threads=2)[-1]
-    all_in = m.total - scratch(m)
-    usual = plan_with(folder, (512, 8), ram="1G")
-    seen = set()
-    for mib in range(0, 200, 10):
-        ram = all_in + scratch(usual) + mib * budget.MB
-        m = plan_model(folder, ram=ram, ctx=8192, threads=2)[-1]
-        assert m.slots == 1024 or m.chunk < 512
-        seen.add(m.chunk)
-    assert max(seen) > 512
-
-
-def plan_with(folder, chunks, **options):
+def test_no_expert_makes_way_for_a_chunk_that_saves_no_reads(tmp_path):
+    """Where all experts fit beside chunks of 512, they stay; where not, a larger chunk comes first."""
+    folder = tmp_path / "tiny"
+    synth.write(folder, "tiny", experts=512, progress=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budget, "CHUNKS", chunks)
-        return plan_model(folder, ctx=8192, threads=2, **options)[-1]
+        patch.setattr(budget, "CHUNKS", CHUNKS[3:])
+        m = plan_model(folder, ram="1G", ctx=2048, threads=2)[-1]
+    need = sum(i.bytes for i in m.items if i.name != "embedding")
+    assert m.chunk == 512 and m.slots == 2048
+    seen = set()
+    for mib in range(-5, 50):
+        m = plan_model(folder, ram=need + mib * budget.MB, ctx=2048, threads=2)[-1]
+        assert (m.slots == 2048) == (mib >= 0)
+        seen.add(m.chunk)
+    assert {512, 1024, 2048} <= seen
 
 
 # ---- progress ----

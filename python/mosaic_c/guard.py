@@ -177,11 +177,7 @@ class Guard:
         known = [b for b in reading.bounds if b.source != BUDGET and b.used is not None]
         tight = any(b.limit - b.used < min(b.limit // 4, GIB) for b in known)
         short = reading.swapped > 0 or tight or not known
-        if self._rate < FAULTS or not short:
-            self._strikes = 0
-            return False
-        self._strikes += 1
-        self._pressed = reading.now  # at least no time to grow
+        self._strikes = self._strikes + 1 if self._rate >= FAULTS and short else 0
         return self._strikes >= 2
 
     def _note(self, why: str, slots: int, floor: bool) -> str | None:
