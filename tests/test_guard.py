@@ -66,7 +66,7 @@ def test_shrinks_at_once_and_enough_and_says_so_once():
     assert (
         len(world.notes) == 1 and "1000" in world.notes[0] and f"to {slots} slots" in world.notes[0]
     )
-    assert "of 8 GiB in use (group)" in world.notes[0]
+    assert "wanted of 8 GiB (group)" in world.notes[0]
     # what has come at once is expected to come again: it did not, and the cache takes that back
     after = world.run(120)
     assert after[-1] * UNIT <= world.room - margin(Bound("group", world.limit, 0))
@@ -115,6 +115,15 @@ def test_growth_of_the_process_past_its_budget():
     assert BUDGET in world.notes[0]
     world.base -= 300 * MIB
     assert world.run(60)[-1] == 1000
+
+
+def test_an_empty_cache_is_not_let_into_what_is_not_there():
+    """It fills at the speed of the disk: at the first look it is too late to find no room for it."""
+    world = World(limit=2 * GIB)
+    bounds = (Bound("group", 2 * GIB, world.base),)
+    world.notes.append(world.guard.decide(Reading(0.0, world.base, 0, 0, bounds), 0, 1000))
+    assert world.slots * UNIT <= world.room
+    assert "3.12 GiB wanted of 2 GiB (group)" in world.notes[0]
 
 
 def test_page_faults_take_an_eighth_at_a_time():
@@ -424,7 +433,7 @@ def test_generate_says_it(folder, monkeypatch, capsys):
     got = capsys.readouterr()
     assert got.out == want.out
     notes = [line for line in got.err.splitlines() if line.startswith("note: memory is short")]
-    assert len(notes) == 1 and "2 GiB of 1 GiB in use (the memory budget)" in notes[0]
+    assert len(notes) == 1 and "wanted of 1 GiB (the memory budget)" in notes[0]
     assert "1 shrinks for want of memory" in got.err
 
 

@@ -4,9 +4,9 @@ Watch reads what memory is in use; Guard is arithmetic over such readings, with 
 own. Neither touches the cache: the model does, between layers.
 
 What the cache may take under a bound is its room: the limit, less what must stay free, less all that is
-used by others. A cache larger than its room is pressure: it shrinks at once to the room less a margin. It
-grows again in small steps after some quiet, never beyond the room less that margin (up to its full size
-where the room is enough for that). So a steady load, however high, moves it once; a load that comes and
+used by others. A cache that, full, would be larger than its room is pressure: it shrinks at once to the room
+less a margin. It grows again in small steps after some quiet, never beyond the room less that margin (up to
+its full size where the room is enough for that). So a steady load, however high, moves it once; a load that comes and
 goes faster than the cache grows meets a patience that doubles with each return.
 """
 
@@ -115,12 +115,13 @@ class Guard:
         slots = min(self.allowed, slots)  # that it has now
         rooms = [(self._room(b, reading, cached), margin(b), b) for b in reading.bounds]
         over = [(r - self._surge(b, reading), spare, b) for r, spare, b in rooms]
-        over = [(r - spare, b) for r, spare, b in over if cached > r]
+        full = slots * self.unit  # what it comes to: a cache that fills is faster than any look
+        over = [(r - spare, b) for r, spare, b in over if full > r]
         if over:
             room, bound = min(over, key=lambda r: r[0])
             wanted = room // self.unit
-            used = reading.used if bound.used is None else bound.used
-            why = f"{format_size(used)} of {format_size(bound.limit)} in use ({bound.source})"
+            used = (reading.used if bound.used is None else bound.used) + max(full - cached, 0)
+            why = f"{format_size(used)} wanted of {format_size(bound.limit)} ({bound.source})"
         elif self._thrashing(reading):
             wanted = min(slots, -(-cached // self.unit))
             wanted -= max(1, wanted // 8)
