@@ -154,7 +154,7 @@ typedef struct mc_stats {
                                              is the speed reached */
     double wait_s;                        /* compute standing still for reads */
     double moe_s;                         /* time inside mc_moe_forward */
-    int64_t slots;                        /* cache capacity now, in experts */
+    int64_t slots, held;                  /* cache capacity now, and experts in it */
     int64_t slab_bytes;
     int32_t threads, threads_ran;         /* compute threads; how many of them took work so far */
     int32_t io;                           /* MC_IO_... really in use */

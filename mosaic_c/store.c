@@ -267,6 +267,7 @@ int mc_store_resize(mc_store *s, int64_t slots, mc_error *err) {
         mci_policy_resize(s->policy, slots, s->gone);
         mci_slabs_settle(&s->slabs, s->slab_of, (int64_t)s->n_layer * s->n_expert);
         s->e->stats.slots = capacity(s, slots);
+        s->e->stats.held = mci_policy_held(s->policy);
     }
     mci_leave(s->e);
     return rc;
@@ -490,5 +491,6 @@ void mci_store_end(mc_store *s) {
         if (!en->keep) free_slab(s, en);
     }
     s->active = false;
+    s->e->stats.held = mci_policy_held(s->policy);
     if (s->layer == s->n_layer - 1) mci_ahead_token_end(&s->ahead);
 }

@@ -1,11 +1,15 @@
 """Does a memory budget hold? Runs a model in control groups and counts every page, by three methods.
 
     python tests/memory.py MODEL RAM [TOKENS]      e.g. /data/q35 1700M 60
+    python tests/memory.py --squeeze MODEL RAM     needs control groups
 
 (a) in a memory control group of 4 x RAM, so that the kernel cannot keep the promise for us: peak usage, page
     cache included, stays under RAM.
 (b) in one of exactly RAM: no kill, major faults flat after the first third, tok/s close to (a).
 (c) anywhere: VmHWM plus the pages of the shards found in the page cache (mincore) stay under RAM.
+
+--squeeze: while it generates in a group of 2 x RAM, the limit is lowered to three quarters of what it uses, and
+    raised again: no kill, the same tokens, a smaller cache meanwhile, the full one in the end.
 
 (a) and (b) need the right to make a control group (version 1 or 2); without it they are reported as not run.
 """
@@ -18,8 +22,12 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import mosaic_c
 from mosaic_c.limits import format_size, parse_size
 
 CHILD = """
@@ -35,6 +43,22 @@ with mosaic_c.open(model, ram=ram) as m:
     s = m.stats()
     print(json.dumps({"peak_rss": s.peak_rss, "tok_s": s.decode_tok_s, "faults": s.major_faults - early,
         "evictions": s.evictions, "misses": s.misses, "slots": s.slots, "files": [str(f) for f in m.files]}))
+"""
+
+# Generates until its input ends; a line for every 20 tokens.
+LONG_CHILD = """
+import json, select, sys, mosaic_c
+model, ram, tokens, end = sys.argv[1], int(sys.argv[2]), [], False
+with mosaic_c.open(model, ram=ram) as m:
+    for piece in m.generate([i * 37 % m.vocab for i in range(40)], temperature=0, ignore_eos=True):
+        tokens.append(piece.token)
+        if len(tokens) % 20 == 0:
+            print(m.slots, flush=True)
+            if select.select([0], [], [], 0)[0]:
+                break
+    s = m.stats()
+    print(json.dumps({"tokens": tokens, "notes": list(m.notes), "shrinks": s.pressure_shrinks, "slots": m.slots,
+        "full": m.memory.slots, "hard": m.memory.hard, "faults": s.major_faults}))
 """
 
 
@@ -82,6 +106,22 @@ class Group:
     def peak(self) -> int | None:
         path = self.folder / ("memory.peak" if self.v2 else "memory.max_usage_in_bytes")
         return int(path.read_text()) if path.exists() else None
+
+    def usage(self) -> int:
+        name = "memory.current" if self.v2 else "memory.usage_in_bytes"
+        return int((self.folder / name).read_text())
+
+    def set_limit(self, limit: int) -> bool:
+        """False: version 1 refuses a limit below what cannot be reclaimed."""
+        try:
+            self._write("memory.max" if self.v2 else "memory.limit_in_bytes", limit)
+        except OSError:
+            return False
+        return True
+
+    def kills(self) -> int:
+        text = (self.folder / ("memory.events" if self.v2 else "memory.oom_control")).read_text()
+        return int(dict(line.split() for line in text.splitlines())["oom_kill"])
 
     def remove(self) -> None:
         self.folder.rmdir()
@@ -139,7 +179,87 @@ def run(model: str, ram: int, tokens: int, limit: int | None) -> dict | None:
             group.remove()
 
 
+def squeeze(model: str, ram: int) -> dict | None:
+    """What became of a run whose limit was lowered and raised; None where no group can be made."""
+    group = Group.make(2 * ram)
+    if group is None:
+        return None
+    child = subprocess.Popen(
+        [sys.executable, "-c", LONG_CHILD, model, str(ram)],
+        preexec_fn=group.enter,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    slots: list[str] = []
+    reader = threading.Thread(target=lambda: slots.extend(child.stdout))
+    reader.start()
+    try:
+        wait_until(lambda: slots, 120)
+        wait_until(lambda: steady(group.usage), 60)
+        before = group.usage()
+        goal = before * 3 // 4
+
+        def lower() -> bool:  # as far as it goes: the cache gives way to each step before the next
+            return group.set_limit(max(goal, group.usage() + (1 << 20))) and group.usage() <= goal
+
+        lowered = wait_until(lower, 60)
+        low, least = group.usage(), int(slots[-1])
+        group.set_limit(2 * ram)
+        first = slots[0].strip()
+        grown = wait_until(lambda: slots[-1].strip() == first, 120)
+        child.stdin.close()
+        reader.join(60)
+        out = json.loads(slots[-1]) if child.wait() == 0 else {}
+        return out | {"status": child.returncode, "kills": group.kills(), "lowered": lowered, "grown": grown,
+                      "before": before, "goal": goal, "low": low, "least": least}  # fmt: skip
+    finally:
+        child.kill()
+        child.wait()
+        reader.join()
+        group.remove()
+
+
+def wait_until(done: Callable[[], object], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def steady(read: Callable[[], int]) -> bool:
+    first = read()
+    time.sleep(1)
+    return abs(read() - first) < first // 100
+
+
+def main_squeeze(model: str, ram: int) -> None:
+    out = squeeze(model, ram)
+    if out is None:
+        sys.exit("not run: no memory control group can be made here")
+    print(
+        f"group of {format_size(2 * ram)}, {format_size(out['before'])} in use; limit lowered to "
+        f"{format_size(out['goal'])}: {format_size(out['low'])}, {out['least']} slots; raised again: grown back "
+        f"{out['grown']}; status {out['status']}, {out['kills']} kills"
+    )
+    print(*out.get("notes", ()), sep="\n")
+    same = out["status"] == 0 and out["tokens"] == alone(model, ram, len(out["tokens"]))
+    print(f"{len(out.get('tokens', ()))} tokens, the same as without pressure: {same}")
+    sys.exit(0 if out["lowered"] and out["grown"] and same and not out["kills"] else 1)
+
+
+def alone(model: str, ram: int, count: int) -> list[int]:
+    with mosaic_c.open(model, ram=ram) as m:
+        prompt = [i * 37 % m.vocab for i in range(40)]
+        run = m.generate(prompt, max_new_tokens=count, temperature=0, ignore_eos=True)
+        return [piece.token for piece in run]
+
+
 def main() -> None:
+    if sys.argv[1] == "--squeeze":
+        main_squeeze(sys.argv[2], parse_size(sys.argv[3]))
     model, ram = sys.argv[1], parse_size(sys.argv[2])
     tokens = int(sys.argv[3]) if len(sys.argv) > 3 else 60
     a, b, c = (run(model, ram, tokens, limit) for limit in (4 * ram, ram, None))

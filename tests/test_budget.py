@@ -8,7 +8,7 @@ import pytest
 from conftest import VECTORS, open_small
 
 import mosaic_c
-from mosaic_c import MosaicError, UsageError, budget, synth
+from mosaic_c import MosaicError, UsageError, budget, guard, synth
 from mosaic_c.opening import plan_model
 
 HYBRID = "qwen35_fp8"
@@ -18,6 +18,7 @@ HYBRID = "qwen35_fp8"
 def small_process(monkeypatch):
     """The test runner itself may be larger than the budgets tried here."""
     monkeypatch.setattr(budget, "process_bytes", lambda: 40 * budget.MB)
+    monkeypatch.setattr(guard, "read_process", lambda proc: (40 * budget.MB, 0, 0))
 
 
 def plan(name=HYBRID, **options):

@@ -11,12 +11,16 @@ from hypothesis import strategies as st
 
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.limits import (
+    Bound,
     Limits,
     default_budget,
     default_threads,
     format_size,
+    memory_groups,
     parse_size,
+    read_bounds,
     read_limits,
+    read_process,
 )
 
 GIB = 1 << 30
@@ -38,6 +42,9 @@ class Tree:
 
     def read(self) -> Limits:
         return read_limits(self.proc, self.cgroup)
+
+    def bounds(self) -> list[Bound]:
+        return read_bounds(memory_groups(self.proc, self.cgroup), self.proc)
 
     def source(self, path: str) -> str:
         return str(self.proc.parent / path)
@@ -225,6 +232,86 @@ def test_this_machine():
     assert limits.affinity == len(os.sched_getaffinity(0))
     assert 1 <= default_threads(limits) <= limits.affinity
     assert 0 < default_budget(limits)[0] <= limits.mem_total
+
+
+# ---- what is in use ----
+
+SYSTEM = Bound("system memory", 16 * GIB, 8 * GIB)
+
+
+def test_bounds_of_absent_trees(tmp_path):
+    assert read_bounds(memory_groups(tmp_path / "no", tmp_path / "none"), tmp_path / "no") == []
+    assert read_process(tmp_path) is None
+
+
+def test_bounds_v2_page_cache_is_not_use(tree):
+    """Every ancestor with a limit, each with its own use; the smaller of max and high."""
+    tree.put("proc/self/cgroup", "0::/a/b\n")
+    tree.put("cgroup/a/memory.max", f"{4 * GIB}\n")
+    tree.put("cgroup/a/memory.high", "max\n")
+    tree.put("cgroup/a/memory.current", f"{4 * GIB - 4096}\n")
+    tree.put(
+        "cgroup/a/memory.stat",
+        f"anon {GIB}\nfile {3 * GIB}\nshmem {GIB}\ninactive_anon {GIB}\ninactive_file {GIB}\n"
+        f"active_file {GIB}\nslab_reclaimable 8192\nworkingset_refault_file 7\n",
+    )
+    tree.put("cgroup/a/b/memory.max", f"{2 * GIB}\n")
+    tree.put("cgroup/a/b/memory.high", f"{GIB}\n")
+    tree.put("cgroup/a/b/memory.current", "5000\n")
+    tree.put("cgroup/a/b/memory.stat", "inactive_file 9000\n")  # read a moment later
+    assert tree.bounds() == [
+        SYSTEM,
+        Bound(tree.source("cgroup/a/b/memory.high"), GIB, 0),
+        Bound(tree.source("cgroup/a/memory.max"), 4 * GIB, 2 * GIB - 4096 - 8192),
+    ]
+
+
+def test_bounds_v1_count_descendants(tree):
+    tree.put("proc/self/cgroup", "5:memory:/docker/x\n3:cpu,cpuacct:/docker/x\n0::/\n")
+    tree.put("cgroup/unified/cgroup.procs", "1\n")  # hybrid: an empty tree of version 2
+    tree.put("cgroup/memory/memory.limit_in_bytes", V1_NONE)
+    tree.put("cgroup/memory/docker/x/memory.limit_in_bytes", V1_NONE)
+    tree.put("cgroup/memory/docker/memory.limit_in_bytes", f"{2 * GIB}\n")
+    tree.put("cgroup/memory/docker/memory.usage_in_bytes", f"{2 * GIB}\n")
+    tree.put(
+        "cgroup/memory/docker/memory.stat",
+        f"cache 0\nactive_file 0\ninactive_file 0\ntotal_cache {GIB}\ntotal_shmem 4096\n"
+        f"total_inactive_file {GIB // 2}\ntotal_active_file {GIB // 4}\n",
+    )
+    assert tree.bounds() == [
+        SYSTEM,
+        Bound(tree.source("cgroup/memory/docker/memory.limit_in_bytes"), 2 * GIB, 5 * GIB // 4),
+    ]
+    tree.put("cgroup/memory/docker/memory.limit_in_bytes", f"{GIB}\n")  # lowered: noticed
+    assert tree.bounds()[1].limit == GIB
+
+
+def test_bounds_that_do_not_say_how_full_they_are(tree):
+    """A limit without use or without statistics, and the limit of an ancestor outside the mount."""
+    tree.put("proc/self/cgroup", "5:memory:/x\n")
+    tree.put("cgroup/memory/x/memory.limit_in_bytes", f"{2 * GIB}\n")
+    source = tree.source("cgroup/memory/x/memory.limit_in_bytes")
+    assert tree.bounds() == [SYSTEM, Bound(source, 2 * GIB, None)]
+    tree.put("cgroup/memory/x/memory.usage_in_bytes", "4096\n")
+    assert tree.bounds() == [SYSTEM, Bound(source, 2 * GIB, None)]
+    tree.put("cgroup/memory/x/memory.stat", f"hierarchical_memory_limit {GIB}\n")
+    above = Bound(tree.source("cgroup/memory/x/memory.stat"), GIB, None)
+    assert tree.bounds() == [SYSTEM, Bound(source, 2 * GIB, 4096), above]
+    tree.put("cgroup/memory/x/memory.stat", f"hierarchical_memory_limit {2 * GIB}\n")
+    assert tree.bounds() == [SYSTEM, Bound(source, 2 * GIB, 4096)]
+    tree.put("proc/meminfo", "nonsense\n")
+    assert tree.bounds() == [Bound(source, 2 * GIB, 4096)]
+
+
+def test_memory_of_the_process(tree):
+    tree.put("proc/self/stat", "7 (a b) c) S 1 2 3 4 5 6 7 8 99 10 11\n")
+    assert read_process(tree.proc) is None
+    tree.put("proc/self/status", "Name:\tx\nVmHWM:\t   9 kB\nVmRSS:\t   5 kB\nVmSwap:\t  2 kB\n")
+    assert read_process(tree.proc) == (5120, 2048, 99)
+    tree.put("proc/self/stat", "7 (python) S 1\n")
+    assert read_process(tree.proc) is None
+    resident, _, faults = read_process()
+    assert resident > 1 << 20 and faults >= 0
 
 
 @pytest.mark.parametrize(

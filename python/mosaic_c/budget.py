@@ -20,7 +20,9 @@ from mosaic_c.plan import Attention, ModelPlan
 MB = 1 << 20
 MAX_DEFAULT_CTX = 32768
 MIN_DEFAULT_CTX = 512
-CHUNKS = (512, 256, 128, 64, 32, 16, 8)
+# Tokens of a prompt evaluated at once: each expert is read at most once a chunk. At most the context.
+CHUNKS = (4096, 2048, 1024, 512, 256, 128, 64, 32, 16, 8)
+BUSY = 512  # from here on a larger chunk saves reads, but no time of computing
 # Later growth of the interpreter and numpy (imports on first use, allocator slack).
 PROCESS_GROWTH = 12 * MB
 # Encoding a prompt takes about 250 bytes a character, and a token is four characters or so.
@@ -196,16 +198,21 @@ def plan_memory(
         return sum(item.bytes for item in items_for(ctx, chunk))
 
     reserve = max(hard, slots or 0) * unit  # slots that must fit beside everything else
-    smallest_chunk = CHUNKS[-1]
+    smallest_chunk = min(CHUNKS[-1], ctx or CHUNKS[-1])
     chosen = ctx or _default_ctx(located, kv, budget - python)
     while ctx is None and chosen > MIN_DEFAULT_CTX:
         if fixed(chosen, smallest_chunk) + reserve <= budget:
             break
         chosen = max(chosen // 2, MIN_DEFAULT_CTX)
-    free = budget - fixed(chosen, smallest_chunk) - reserve
+    small = fixed(chosen, smallest_chunk)
+    free = budget - small - reserve
+    sizes = dict.fromkeys(min(c, chosen) for c in CHUNKS)
+    sizes = [c for c in sizes if 8 * (fixed(chosen, c) - small) <= free] or [smallest_chunk]
+    usual = next((c for c in sizes if c <= BUSY), sizes[-1])
+    # where every expert can stay, there are no reads to save
+    whole = slots is None and fixed(chosen, usual) + most * unit <= budget
     chunk = next(
-        (c for c in CHUNKS if 8 * (fixed(chosen, c) - fixed(chosen, smallest_chunk)) <= free),
-        smallest_chunk,
+        c for c in sizes if not whole or c <= usual or fixed(chosen, c) + most * unit <= budget
     )
     items = items_for(chosen, chunk)
     # reading ahead is no use where all experts stay, and comes second to one token's experts

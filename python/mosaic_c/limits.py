@@ -1,4 +1,4 @@
-"""How much memory and how many cores this process may use, and sizes as text.
+"""How much memory and how many cores this process may use, how much memory is in use, and sizes as text.
 
 Everything is read from two folders, /proc and /sys/fs/cgroup, which callers may replace by recorded
 ones. Control groups of version 1 and 2 are both looked at, also side by side (a hybrid system
@@ -72,6 +72,62 @@ def group_limits(
             if "cpu" in controllers:
                 cpu += _quota_v1(folder)
     return memory, cpu
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A limit that memory runs into, in bytes, and what sets it.
+
+    used: what the kernel cannot take back by itself, so no page cache; None where it does not say.
+    """
+
+    source: str
+    limit: int
+    used: int | None
+
+
+def memory_groups(
+    proc: str | os.PathLike[str] = "/proc", cgroup: str | os.PathLike[str] = "/sys/fs/cgroup"
+) -> list[tuple[int, list[Path]]]:
+    """(version, folders of this process's memory group and all above it), for read_bounds."""
+    found = _groups(Path(proc), Path(cgroup))
+    return [(v, folders) for v, controllers, folders in found if v == 2 or "memory" in controllers]
+
+
+def read_bounds(
+    groups: list[tuple[int, list[Path]]], proc: str | os.PathLike[str] = "/proc"
+) -> list[Bound]:
+    """System memory and every limit of these groups, as they are now.
+
+    Never fails: what cannot be read is not a bound.
+    """
+    total, available = _meminfo(Path(proc))
+    found = []
+    if total is not None and available is not None:
+        found.append(Bound("system memory", total, max(total - available, 0)))
+    for version, folders in groups:
+        names = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
+        seen = _UNLIMITED
+        for folder in folders:
+            for limit, source in sorted(_memory_files(folder, names))[:1]:
+                found.append(Bound(source, limit, _used(folder, version)))
+                seen = min(seen, limit)
+        if version == 1:  # of an ancestor that a container cannot see: how full it is nobody knows
+            above = _hierarchical(folders[0])
+            found += [Bound(source, limit, None) for limit, source in above if limit < seen]
+    return found
+
+
+def read_process(proc: str | os.PathLike[str] = "/proc") -> tuple[int, int, int] | None:
+    """(bytes resident, bytes swapped out, major page faults so far) of this process; None: unreadable."""
+    status = _read(Path(proc) / "self/status")
+    kib = {m[1]: int(m[2]) for m in re.finditer(r"(?m)^(VmRSS|VmSwap):\s+(\d+) kB", status)}
+    # after the name, which may hold anything: state ppid ... minflt cminflt majflt
+    rest = _read(Path(proc) / "self/stat").rpartition(")")[2].split()
+    faults = _integer(rest[9]) if len(rest) > 9 else None
+    if "VmRSS" not in kib or faults is None:
+        return None
+    return kib["VmRSS"] * 1024, kib.get("VmSwap", 0) * 1024, faults
 
 
 def smallest_limit(limits: Limits) -> tuple[int, str] | None:
@@ -156,15 +212,27 @@ def format_size(size: int) -> str:
 
 def _read(path: Path) -> str:
     """The text of a small file; empty where it is absent or refused."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
+    try:  # a third of the time of path.read_text, and the memory guard reads often
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return ""
+    try:
+        parts = []
+        while part := os.read(fd, 1 << 16):
+            parts.append(part)
+        return b"".join(parts).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(fd)
+
+
+_MEMINFO = re.compile(r"(?m)^(Mem\w+|Buffers|Cached):\s+(\d+) kB")
 
 
 def _meminfo(proc: Path) -> tuple[int | None, int | None]:
     """(MemTotal, MemAvailable) in bytes."""
-    kib = {m[1]: int(m[2]) for m in re.finditer(r"(?m)^(\w+):\s+(\d+) kB", _read(proc / "meminfo"))}
+    kib = {m[1]: int(m[2]) for m in _MEMINFO.finditer(_read(proc / "meminfo"))}
     available = kib.get("MemAvailable")
     if available is None and "MemFree" in kib:  # kernels before 3.14
         available = kib["MemFree"] + kib.get("Buffers", 0) + kib.get("Cached", 0)
@@ -249,6 +317,22 @@ def _hierarchical(folder: Path) -> Iterator[tuple[int, str]]:
     match = re.search(r"(?m)^hierarchical_memory_limit (\d+)$", _read(folder / "memory.stat"))
     if match and int(match[1]) < _UNLIMITED:
         yield int(match[1]), str(folder / "memory.stat")
+
+
+# What memory.stat calls the pages of files, and other memory that is given up on demand. Version 1 counts
+# descendants in names of their own; pages of tmpfs are in neither list, as only swap could take them.
+_RECLAIMABLE = {
+    1: re.compile(r"(?m)^total_(?:in)?active_file (\d+)$"),
+    2: re.compile(r"(?m)^(?:inactive_file|active_file|slab_reclaimable) (\d+)$"),
+}
+
+
+def _used(folder: Path, version: int) -> int | None:
+    usage = _integer(_read(folder / ("memory.current", "memory.usage_in_bytes")[version == 1]))
+    stat = _read(folder / "memory.stat")
+    if usage is None or not stat:  # a full group may be full of page cache, which says nothing
+        return None
+    return max(usage - sum(map(int, _RECLAIMABLE[version].findall(stat))), 0)
 
 
 def _quota_v2(folder: Path) -> Iterator[tuple[float, str]]:

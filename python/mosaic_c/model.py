@@ -11,6 +11,7 @@ import json
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from mosaic_c.bind import Located
 from mosaic_c.budget import MemoryPlan
 from mosaic_c.checkpoint import Checkpoint
 from mosaic_c.errors import MosaicError, UsageError
+from mosaic_c.guard import Guard, Watch
 from mosaic_c.plan import Attention, ModelPlan, Weight
 from mosaic_c.session import Progress, Session, WithProgress, token_ids
 from mosaic_c.stats import Counters, Stats, collect
@@ -34,7 +36,8 @@ class Model:
     """Weights, cache and threads. Use as a context manager, or close() it.
 
     folder, config, plan, memory: what was opened and how memory was divided. ctx: tokens a session may hold.
-    trace: a trace.TraceWriter that receives every layer's routing, or None.
+    trace: a trace.TraceWriter that receives every layer's routing, or None. notes: what the memory guard had
+    to say, the latest last; on_note: called with each.
     """
 
     def __init__(
@@ -47,6 +50,10 @@ class Model:
         self.ctx, self.vocab = memory.ctx, plan.vocab
         self.trace: Any = None
         self.slots = memory.slots
+        self.guard, self.watch = Guard(memory.slots, memory.hard, memory.unit), Watch(memory.budget)
+        self.notes: deque[str] = deque(maxlen=100)
+        self.on_note: Callable[[str], None] | None = None
+        self._held = self._filled = 0
         self.counters = Counters()
         self._closed = False
         self._traced = 0
@@ -229,6 +236,8 @@ class Model:
                     x = x_all[: len(ids)]
                     self.embed.pick(ids, x)
                     for n, (mixer, moe, index) in enumerate(layers):
+                        if self.watch.ready():
+                            self.relieve()
                         mixer.forward(step, x)
                         record = trace is not None and index >= 0
                         moe.forward(step, x, self._routed[index] if record else None)
@@ -298,15 +307,45 @@ class Model:
             self.slots = slots
             return make()
 
+    def relieve(self) -> None:
+        """Looks at memory: where it is short the expert cache shrinks, and later grows back. Forward calls do
+        so by themselves; a program that waits long between them may."""
+        reading = self.watch.read()
+        # whoever holds the lock makes or ends a session: not worth waiting for
+        if reading is None or self.store is None or not self._lock.acquire(blocking=False):
+            return
+        try:
+            held = self.engine.stats().held
+            note = self.guard.decide(reading, held * self.memory.slab, self._most())
+            self._fit()
+        finally:
+            self._lock.release()
+        if note is not None:
+            self.notes.append(note)
+            if self.on_note is not None:
+                self.on_note(note)
+
     def _regrow(self) -> None:
         """Gives the expert cache back what closed sessions have freed."""
         with self._lock:
-            if self._closed or self.store is None or self.slots == self.memory.slots:
-                return
-            slots = min(self.memory.slots, self.slots + self._free() // self.memory.unit)
-            if slots > self.slots:
-                self.store.resize(slots)
-                self.slots = slots
+            if not self._closed and self.store is not None:
+                self._fit()
+
+    def _fit(self) -> None:
+        """The cache at the size that sessions and pressure leave it."""
+        slots = min(self._most(), self.guard.allowed)
+        if slots == self.slots:
+            return
+        try:
+            self.store.resize(slots)
+            self.slots = slots
+        except MosaicError as error:
+            if error.code != "EBUSY":  # a layer is being computed: soon again
+                raise
+
+    def _most(self) -> int:
+        """Slots that sessions leave the cache."""
+        return min(self.memory.slots, self.slots + self._free() // self.memory.unit)
 
     def _free(self) -> int:
         """Bytes of the budget that the engine does not use."""
@@ -386,7 +425,7 @@ class Model:
     def stats(self) -> Stats:
         """Counters and memory since the model was opened."""
         self._alive()
-        return collect(self.engine.stats(), self.counters, self.memory, self._io)
+        return collect(self.engine.stats(), self.counters, self.memory, self._io, self.guard)
 
     def fingerprint(self) -> bytes:
         """32 bytes that identify these weights: config, and 16 samples of 4 KiB of every shard.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mosaic_c.engine import MEM_KINDS, ffi, io_name
+from mosaic_c.guard import Guard
 from mosaic_c.limits import format_size
 
 
@@ -33,9 +34,11 @@ class Stats:
     summed over reads. busy_s: wall time with a read under way; read_gbs: GB/s reached in it. wait_s: compute standing
     still for them. ahead_reads, ahead_used: experts read because the next layer's router named them beforehand, and
     those it then needed; ahead_on: whether that goes on. resident, peak: bytes of each tier of the engine. rss,
-    peak_rss: of the process. io: the mode in use, lanes: reads under way at once in it, lanes_ran: threads that read,
-    queue_depth: most reads waiting or under way; io_asked: the mode asked for; io_tried: (mode, lanes, GB/s) of what
-    auto measured at open. files_direct, files_pread: how the shards are really read; io_note: why not directly."""
+    peak_rss: of the process. pressure_shrinks: times that the expert cache gave way because memory was short;
+    slots_lost: slots it lacks for that now. io: the mode in use, lanes: reads under way at once in it, lanes_ran:
+    threads that read, queue_depth: most reads waiting or under way; io_asked: the mode asked for; io_tried: (mode,
+    lanes, GB/s) of what auto measured at open. files_direct, files_pread: how the shards are really read; io_note:
+    why not directly."""
 
     hits: int
     misses: int
@@ -60,6 +63,8 @@ class Stats:
     budget: int
     slots: int
     slab_bytes: int
+    pressure_shrinks: int
+    slots_lost: int
     prefill_tokens: int
     prefill_s: float
     prefill_tok_s: float
@@ -86,6 +91,7 @@ class Stats:
     def lines(self) -> list[str]:
         """The same for people."""
         files = self.files_direct + self.files_pread
+        shrinks = f", {self.pressure_shrinks} shrinks for want of memory, {self.slots_lost} slots lost now"
         return [
             f"prefill  {self.prefill_tokens} tokens, {self.prefill_s:.2f} s, {self.prefill_tok_s:.2f} tok/s",
             f"decode   {self.decode_tokens} tokens, {self.decode_s:.2f} s, {self.decode_tok_s:.2f} tok/s",
@@ -99,7 +105,7 @@ class Stats:
             "memory   "
             + ", ".join(f"{k} {format_size(v)}" for k, v in self.resident.items())
             + f"; RSS {format_size(self.rss)}, peak {format_size(self.peak_rss)} of {format_size(self.budget)}, "
-            f"{self.major_faults} major faults",
+            f"{self.major_faults} major faults" + (shrinks if self.pressure_shrinks else ""),
             f"modes    {self.isa}, {self.threads_ran} of {self.threads} threads, KV {self.kv}, context {self.ctx}, "
             f"chunks of {self.chunk}",
         ]
@@ -109,8 +115,8 @@ class Stats:
         return [f"io {self.io_asked}: {self.io_note}"] if self.io_note else []
 
 
-def collect(c: Any, counters: Counters, memory: Any, io: str) -> Stats:
-    """Stats from an mc_stats, the model's counters and its memory plan."""
+def collect(c: Any, counters: Counters, memory: Any, io: str, guard: Guard) -> Stats:
+    """Stats from an mc_stats, the model's counters, memory plan and memory guard."""
     n = counters
     rss, peak = _rss()
     touched = c.hits + c.misses
@@ -138,6 +144,8 @@ def collect(c: Any, counters: Counters, memory: Any, io: str) -> Stats:
         budget=memory.budget,
         slots=c.slots,
         slab_bytes=c.slab_bytes,
+        pressure_shrinks=guard.shrinks,
+        slots_lost=(guard.full - guard.allowed) * guard.unit // max(memory.slab, 1),
         prefill_tokens=n.prefill_tokens,
         prefill_s=n.prefill_s,
         prefill_tok_s=n.prefill_tokens / n.prefill_s if n.prefill_s else 0.0,

@@ -120,6 +120,13 @@ def _generate(args: argparse.Namespace, model: Any, ids: Sequence[int]) -> int:
     pieces: list[Any] = []
     status = 0
     with _bar(args, "prompt", "tokens", model, len(ids)) as bar:
+
+        def note(text: str) -> None:
+            # streamed text is in the middle of a line
+            cut = bool(pieces) and not args.json and sys.stdout.isatty()
+            bar.say(f"{chr(10) * cut}note: {text}")
+
+        model.on_note = note
         out = model.generate(
             ids, max_new_tokens=args.max_new_tokens, temperature=args.temp, top_k=args.top_k,
             top_p=args.top_p, min_p=args.min_p, repetition_penalty=args.repetition_penalty, seed=args.seed,
@@ -252,7 +259,8 @@ def _say_values(model: Any) -> None:
 
 
 class _Bar:
-    """A tqdm bar that appears only when the work takes longer than a moment."""
+    """A tqdm bar with the time left, on a terminal (elsewhere with --verbose), gone when the work is done. It
+    appears only when that takes longer than a second."""
 
     def __init__(self, label: str, unit: str, model: Any, total: int | None, quiet: bool) -> None:
         self._label, self._unit, self._model, self._total = label, unit, model, total
@@ -267,7 +275,7 @@ class _Bar:
 
             total = self._total or of
             self._bar = tqdm(
-                total=total, desc=self._label, unit=f" {self._unit}", delay=0.5, mininterval=0.2,
+                total=total, desc=self._label, unit=f" {self._unit}", delay=1.0, mininterval=0.2,
                 file=sys.stderr, dynamic_ncols=True, leave=False, bar_format=(
                     "{l_bar}{bar}| {n:.0f}/{total:.0f}{unit} [{elapsed}<{remaining}{postfix}]"
                 ),
@@ -277,6 +285,12 @@ class _Bar:
         if self._model is not None:
             self._bar.set_postfix_str(f"{(self._bytes() - self._read) / 1e6:.0f} MB read", False)
         self._bar.update(0)
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar if one is there."""
+        if self._bar is not None and not self._quiet:
+            self._bar.clear()
+        _say(text)
 
     def _bytes(self) -> int:
         return 0 if self._model is None else self._model.engine.stats().bytes_read
@@ -291,7 +305,8 @@ class _Bar:
 def _bar(
     args: argparse.Namespace, label: str, unit: str, model: Any = None, total: int | None = None
 ) -> Iterator[_Bar]:
-    bar = _Bar(label, unit, model, total, args.quiet)
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    bar = _Bar(label, unit, model, total, args.quiet or not (terminal or args.verbose))
     try:
         yield bar
     finally:
