@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from mosaic_c.commands import bench_io
+from mosaic_c.commands import bench_io, bench_sweep
 from mosaic_c.limits import format_size
 
 
@@ -47,6 +47,7 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
     )
     kernels.set_defaults(run=run)
     bench_io.add_parser(which)
+    bench_sweep.add_parser(which)
 
 
 def run(args: argparse.Namespace) -> int:
