@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -260,3 +261,76 @@ def test_a_picture_that_cannot_be_written(tmp_path):
     row = {"slots": 2, "hit_rate": 0.5, "tok_s": 1.0, "rss": 2e6, "rss_before": 1e6}
     with pytest.raises(MosaicError, match="cannot write"):
         plot.sweep(["a"], [[row]], "t", tmp_path / "no" / "x.png")
+
+
+# ---- the plain program it is compared with (tests/c/plain_stream.c) ----
+
+
+@pytest.fixture(scope="module")
+def plain_stream():
+    folder = Path(__file__).parent / "c"
+    subprocess.run(["make", "-s", "-C", folder, "plain-stream"], check=True)
+    return folder / "build" / "plain" / "plain_stream"
+
+
+def run_plain(program, *args):
+    return subprocess.run(
+        [program, *map(str, args)], check=True, capture_output=True, text=True
+    ).stdout
+
+
+def test_the_plain_program_hits_as_often(plain_stream, tmp_path):
+    size = ["--hidden", 16, "--width", 4]
+    run_plain(plain_stream, ZIPF, tmp_path / "r", *size, "--make")
+    out = run_plain(plain_stream, ZIPF, tmp_path / "r", *size)
+    assert [[int(line.split()[i].strip(",")) for i in (1, 6, 8)] for line in out.splitlines()] == [
+        [slots, hits, CALLS - hits] for slots, hits in HITS.items()
+    ]
+
+
+def splitmix(seed):
+    """Values in [-1, 1) of tests/c/rng.h."""
+    while True:
+        seed = (seed + 0x9E3779B97F4A7C15) % 2**64
+        z = (seed ^ seed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        yield (((z ^ z >> 31) >> 40) - 2**23) / 2**23
+
+
+def test_the_plain_program_computes_experts(plain_stream, tmp_path):
+    """Its checksum against numpy, on records that lie apart."""
+    hidden, width, layers, experts, stride = 8, 6, 2, 4, 300
+    rng = np.random.default_rng(0)
+    records = rng.integers(0, 256, (layers, experts, stride), np.uint8)
+    codes = 3 * hidden * width // 2
+    scales = rng.uniform(0.05, 0.1, (layers, experts, 2 * width + hidden)).astype(np.float32)
+    records[:, :, codes : codes + scales.shape[-1] * 4] = scales.view(np.uint8)
+    (tmp_path / "r").write_bytes(records.tobytes())
+    calls = [[[0, 3], [1, 2]], [[3, 1], [2, 0]], [[0, 1], [2, 3]]]
+    with TraceWriter(tmp_path / "t", layers, experts, 2) as writer:
+        for token, lines in enumerate(calls):
+            for layer, ids in enumerate(lines):
+                writer.add("decode", token, layer, ids)
+
+    def weights(layer, expert):
+        raw = records[layer, expert, :codes]
+        w = np.stack([raw & 15, raw >> 4], axis=1).reshape(-1).astype(float) - 8
+        s, n = scales[layer, expert].astype(float), hidden * width
+        gate, up = (w[i * n : (i + 1) * n].reshape(width, hidden) for i in (0, 1))
+        down = w[2 * n :].reshape(hidden, width)
+        return gate * s[:width, None], up * s[width : 2 * width, None], down * s[2 * width :, None]
+
+    values, total = splitmix(2), 0.0
+    for token, lines in enumerate(calls):
+        x = np.array([next(values) for _ in range(hidden)])
+        for layer, ids in enumerate(lines):
+            y = 0
+            for gate, up, down in (weights(layer, e) for e in ids):
+                g = gate @ x
+                y = y + down @ (g / (1 + np.exp(-g)) * (up @ x)) / 2
+            x = x + y
+        total += x[token]
+    size = ["--hidden", hidden, "--width", width, "--record", stride]
+    out = run_plain(plain_stream, tmp_path / "t", tmp_path / "r", *size, 2)
+    assert float(out.split()[-1]) == pytest.approx(total, rel=1e-4)
+    assert "hits 4, misses 8, " in out  # layer 0: 3 and 1 again, layer 1: 2 twice
