@@ -12,7 +12,7 @@ import pytest
 from memory import cached_bytes
 
 import mosaic_c
-from mosaic_c import engine, plot, sweep, synth, synth_shapes
+from mosaic_c import budget, engine, plot, sweep, synth, synth_shapes
 from mosaic_c.cli import main
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.routing import Routing
@@ -105,7 +105,8 @@ def test_text_of_two_models_by_their_own_routers(capsys, narrow):
 # ---- forced routing in the model ----
 
 
-def test_forced_ids_follow_the_position(narrow, tmp_path):
+def test_forced_ids_follow_the_position(monkeypatch, narrow, tmp_path):
+    monkeypatch.setattr(budget, "CHUNKS", (4,))  # seven tokens are two chunks
     ids = [5, 6, 7, 8, 9, 10, 11]
     with mosaic_c.open(narrow, ram=RAM, threads=1, ctx=80) as model:
         with model.session() as s:
