@@ -83,6 +83,31 @@ def test_a_page_that_cannot_be_dropped_is_counted(large):
     assert 0 < run["cached"] < 2 * MIB
 
 
+def test_a_mode_that_this_system_lacks_is_left_out(monkeypatch, capsys, large):
+    real = engine_bench.read_file
+
+    def without_direct(path, mode, *args):
+        if mode == "direct":
+            raise MosaicError("no such thing here", "ESYS")
+        return real(path, mode, *args)
+
+    monkeypatch.setattr(engine_bench, "read_file", without_direct)
+    args = ["bench", "io", str(large), "--size", "64K", "--lanes", "1", "--seconds", "0.01"]
+    assert main([*args, "--runs", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "direct was left out: no such thing here" in out and "\npread " in out
+    assert main([*args, "--io", "direct"]) == 1  # asked for by name
+
+
+@pytest.mark.parametrize("mode", [m for m in engine.IO_MODES if m == "mmap"])
+def test_a_mapped_file_is_read_once(large, mode):
+    before = bytes_from_disk()
+    run = engine_bench.read_file(str(large), mode, 4, 8, 256 << 10, 256 << 10, 20.0, 3)
+    assert run["bytes"] == 32 * MIB and run["wall_s"] < 20  # every place, then it ends
+    if before:
+        assert bytes_from_disk() - before >= 32 * MIB
+
+
 def test_the_temporary_file_leaves_no_trace(capsys, tmp_path):
     args = ["bench", "io", str(tmp_path), "--size", "64K", "--file-size", "4M", "--lanes", "1"]
     fds = len(os.listdir("/proc/self/fd"))

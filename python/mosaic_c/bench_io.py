@@ -165,6 +165,20 @@ def _fill(fd: int, bytes_: int, progress: Callable[[int, int], None]) -> None:
         progress(done, bytes_)
 
 
+def usable(file: Disk, modes: Sequence[str], size: int) -> tuple[list[str], list[str]]:
+    """(modes that this system can do, why it cannot do the others)."""
+    good, reasons = [], []
+    for mode in modes:
+        try:
+            engine_bench.read_file(file.path, mode, 1, 1, size, size, 1e-9, 0)
+            good.append(mode)
+        except MosaicError as error:
+            if error.code != "ESYS":
+                raise
+            reasons.append(f"{mode} was left out: {error}")
+    return good, reasons
+
+
 def measure(
     file: Disk,
     modes: Sequence[str],
@@ -177,7 +191,8 @@ def measure(
     progress: Callable[[str, int, int], None] = lambda name, i, n: None,
 ) -> list[dict[str, Any]]:
     """A row for every mode and number of lanes: medians of `runs` runs, which take turns so that a drift of the
-    disk meets all alike. depth None: two reads for every lane, one in it and one that waits."""
+    disk meets all alike. depth None: two reads for every lane, one in it and one that waits. Offsets are multiples
+    of `align`; of `size` for a mapped file, where pages stay and a place can be measured once."""
     rows = [
         {"mode": mode, "lanes": n, "depth": 2 * n if depth is None else depth, "runs": []}
         for mode in modes
@@ -192,7 +207,7 @@ def measure(
                 row["lanes"],
                 row["depth"],
                 size,
-                align,
+                size if row["mode"] == "mmap" else align,
                 seconds,
                 i * 1000 + k,
             )

@@ -55,8 +55,8 @@ def read_file(
 ) -> dict[str, Any]:
     """One run of mc_bench_io: the fields of mc_bench_io_run."""
     opts = {
-        "mode": IO_MODES[mode], "lanes": lanes, "depth": depth, "align": align, "size": size,
-        "seconds": seconds, "seed": seed,
+        "mode": IO_MODES[mode], "lanes": lanes, "depth": depth, "mapped": mode == "mmap", "align": align,
+        "size": size, "seconds": seconds, "seed": seed,
     }  # fmt: skip
     out = ffi.new("mc_bench_io_run *")
     call(lib.mc_bench_io, os.fsencode(path), ffi.new("mc_bench_io_opts *", opts), out)

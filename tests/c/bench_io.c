@@ -20,6 +20,7 @@ typedef struct disk {
     int32_t file;
     uint64_t places; /* offsets to choose from, in units of align */
     rng rng;
+    uint64_t next, stride, left; /* mapped: the next place, to the one after, places left */
     mci_mem mem;
     void *arena;
     mci_read *reads; /* (depth) */
@@ -30,8 +31,8 @@ static int check(const mc_bench_io_opts *o, mc_error *err) {
     if (o->lanes < 1 || o->depth < o->lanes || o->align < 1 || o->align % MCI_IO_BLOCK ||
         o->size < 1 || o->size % MCI_IO_BLOCK || !(o->seconds > 0))
         return mci_fail(err, MC_EINVAL, 0,
-                        "disk benchmark: %lld bytes at multiples of %d, %d lanes, depth %d, %g s",
-                        (long long)o->size, o->align, o->lanes, o->depth, o->seconds);
+                        "disk benchmark: %lld bytes at multiples of %lld, %d lanes, depth %d, %g s",
+                        (long long)o->size, (long long)o->align, o->lanes, o->depth, o->seconds);
     return MC_OK;
 }
 
@@ -68,8 +69,22 @@ done:
     return rc;
 }
 
+/* A step that comes to every place before it comes to one again. */
+static void choose_order(disk *d) {
+    d->left = d->places;
+    d->next = rng_below(&d->rng, d->places);
+    for (d->stride = 1 + rng_below(&d->rng, d->places);; d->stride++) {
+        uint64_t a = d->stride, b = d->places, c;
+        while ((c = a % b)) a = b, b = c;
+        if (b == 1) return;
+    }
+}
+
 static int ask(disk *d, mci_read *r, mc_error *err) {
-    int64_t at = (int64_t)rng_below(&d->rng, d->places) * d->o->align;
+    uint64_t place = d->o->mapped ? d->next : rng_below(&d->rng, d->places);
+    int64_t at = (int64_t)place * d->o->align;
+    d->next = (d->next + d->stride) % d->places;
+    d->left--;
     *r = (mci_read){.run = {{d->file, at, d->o->size, r->run[0].dst}}, .n_run = 1};
     return mci_io_submit(d->io, r, err);
 }
@@ -79,7 +94,8 @@ static int ask(disk *d, mci_read *r, mc_error *err) {
 static int pass(disk *d, double end, mc_bench_io_run *out, mc_error *err) {
     int rc = MC_OK;
     mci_read *r;
-    for (int32_t i = 0; i < d->o->depth && rc == MC_OK; i++) rc = ask(d, &d->reads[i], err);
+    for (int32_t i = 0; i < d->o->depth && d->left && rc == MC_OK; i++)
+        rc = ask(d, &d->reads[i], err);
     while ((r = mci_io_next(d->io, true))) {
         if (rc == MC_OK && r->err.code < 0) {
             rc = r->err.code;
@@ -87,7 +103,7 @@ static int pass(disk *d, double end, mc_bench_io_run *out, mc_error *err) {
         }
         out->reads++;
         out->bytes += d->o->size;
-        if (rc == MC_OK && mci_now() < end) rc = ask(d, r, err);
+        if (rc == MC_OK && d->left && mci_now() < end) rc = ask(d, r, err);
     }
     return rc;
 }
@@ -108,14 +124,17 @@ static int open_disk(disk *d, const char *path, mc_error *err) {
         return mci_fail(err, MC_EINVAL, 0, "%s: reads of %lld bytes from a file of %lld", path,
                         (long long)o->size, (long long)(last + o->size));
     d->places = (uint64_t)(last / o->align) + 1;
+    choose_order(d);
+    if (!o->mapped) d->left = UINT64_MAX;
+    if (!(d->reads = calloc((size_t)o->depth, sizeof *d->reads)))
+        return mci_fail(err, MC_ENOMEM, ENOMEM, "disk benchmark: out of memory");
+    if (o->mapped) return MC_OK;
     if (!mci_mul(o->size, o->depth, &d->bytes))
         return mci_fail(err, MC_EINVAL, 0, "disk benchmark: %d reads of %lld bytes", o->depth,
                         (long long)o->size);
     rc = mci_alloc(&d->mem, MC_MEM_CACHE, d->bytes + MCI_IO_BLOCK, "memory to read into", &d->arena,
                    err);
     if (rc < 0) return rc;
-    if (!(d->reads = calloc((size_t)o->depth, sizeof *d->reads)))
-        return mci_fail(err, MC_ENOMEM, ENOMEM, "disk benchmark: out of memory");
     uint8_t *p = d->arena;
     memset(p, 1, (size_t)d->bytes + MCI_IO_BLOCK);
     p += -(uintptr_t)p % MCI_IO_BLOCK; /* less than a huge page may start anywhere */
@@ -130,7 +149,7 @@ int mc_bench_io(const char *path, const mc_bench_io_opts *o, mc_bench_io_run *ou
     int rc = check(o, err);
     if (rc < 0 || (rc = open_disk(&d, path, err)) < 0) goto done;
     if ((rc = cached_bytes(path, &out->cached, err)) < 0) goto done;
-    if ((rc = pass(&d, 0, out, err)) < 0) goto done;
+    if (!o->mapped && (rc = pass(&d, 0, out, err)) < 0) goto done;
     out->reads = out->bytes = 0;
     double cpu = cpu_seconds(), start = mci_now();
     rc = pass(&d, start + o->seconds, out, err);

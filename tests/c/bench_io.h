@@ -12,7 +12,9 @@ typedef struct mc_bench_io_opts {
     int32_t mode;   /* MC_IO_... */
     int32_t lanes;  /* >= 1 */
     int32_t depth;  /* reads handed to the reader at a time, >= lanes */
-    int32_t align;  /* offsets are multiples of it, and it is one of 4096 */
+    int32_t mapped; /* 1: reads have no destination but make pages of a mapped file exist, where
+                       they stay; no place is read twice, and the run may end for want of places */
+    int64_t align;  /* offsets are multiples of it, and it is one of 4096 */
     int64_t size;   /* bytes of a read, a multiple of 4096; the arena has depth times as many */
     double seconds; /* after which no new read is asked for */
     uint64_t seed;  /* same seed, same offsets */
@@ -26,9 +28,9 @@ typedef struct mc_bench_io_run {
     int32_t lanes, lanes_ran, direct; /* direct: the page cache was bypassed to the end */
 } mc_bench_io_run;
 
-/* Drops the file from the page cache, warms up by one read into every place of the arena, then
- * reads. The first read that fails ends it with its error. MC_EINVAL: opts make no sense, or the
- * file is shorter than a read. */
+/* Drops the file from the page cache, warms up by one read into every place of the arena (unless
+ * mapped), then reads. The first read that fails ends it with its error. MC_EINVAL: opts make no
+ * sense, or the file is shorter than a read. */
 int mc_bench_io(const char *path, const mc_bench_io_opts *opts, mc_bench_io_run *out,
                 mc_error *err);
 

@@ -58,6 +58,9 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         with bench_io.disk(args.path, file_size, size, written) as file:
+            reasons = []
+            if named is None:
+                modes, reasons = bench_io.usable(file, modes, size)
             rows = bench_io.measure(
                 file,
                 modes,
@@ -73,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({
             "file": file.name, "temporary": file.temporary, "file_bytes": file.size, "size": size,
-            "seconds": args.seconds, "rows": rows,
+            "seconds": args.seconds, "rows": rows, "left_out": reasons,
         }))  # fmt: skip
         return 0
     print(f"file     {file.name}, {format_size(file.size)}")
@@ -83,14 +86,15 @@ def run(args: argparse.Namespace) -> int:
           f"{'reads/s':>8} {'CPU s/GB':>9}")  # fmt: skip
     for row in rows:
         print(line(row, size))
-    for note in notes(rows, file.size):
+    for note in reasons + notes(rows, file.size):
         print(f"note     {note}")
     return 0
 
 
 def line(row: dict[str, Any], size: int) -> str:
+    cache = "kept" if row["mode"] == "mmap" else "bypassed" if row["direct"] else "dropped"
     return (
-        f"{row['mode']:8} {'bypassed' if row['direct'] else 'dropped':10} {row['lanes']:5} {row['depth']:5} "
+        f"{row['mode']:8} {cache:10} {row['lanes']:5} {row['depth']:5} "
         f"{row['gbs']:7.2f} {row['min_gbs']:6.2f} {row['max_gbs']:6.2f} {row['gbs'] * 1e9 / size:8.0f} "
         f"{row['cpu_s_per_gb']:9.3f}"
     )
@@ -99,7 +103,7 @@ def line(row: dict[str, Any], size: int) -> str:
 def notes(rows: list[dict[str, Any]], file_size: int) -> list[str]:
     """What makes these figures say less than they seem to."""
     found = []
-    refused = [r["mode"] for r in rows if r["mode"] == "direct" and not r["direct"]]
+    refused = [r["mode"] for r in rows if r["mode"] in ("direct", "uring") and not r["direct"]]
     if refused:
         found.append(
             "direct reads were refused by the file system: pread was measured in their place"
@@ -110,6 +114,8 @@ def notes(rows: list[dict[str, Any]], file_size: int) -> list[str]:
             f"{format_size(cached)} of the file could not be dropped from the page cache (or the system does not "
             "say, as you may not write the file): reads that are not direct may be reads of memory"
         )
+    if any(r["mode"] == "mmap" for r in rows):
+        found.append("mmap reads every place at most once: its pages stay in the page cache")
     most = max(run["bytes"] for row in rows for run in row["runs"])
     if most > file_size:
         found.append(
