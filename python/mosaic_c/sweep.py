@@ -166,7 +166,7 @@ def point(
 
 def drop_pages(folder: str | os.PathLike[str]) -> None:
     """Drops a model's files from the page cache: a run must not find what another one left."""
-    for path in Path(folder).glob("*.safetensors"):
+    for path in filter(Path.is_file, Path(folder).iterdir()):
         fd = os.open(path, os.O_RDONLY)
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
