@@ -286,6 +286,19 @@ int mci_io_submit(mci_io *io, mci_read *r, mc_error *err) {
     return rc;
 }
 
+bool mci_io_withdraw(mci_io *io, mci_read *r) {
+    bool found = false;
+    pthread_mutex_lock(&io->lock);
+    for (mci_read **p = &io->queue; *p && !found; p = found ? p : &(*p)->next)
+        if (*p == r) {
+            found = true;
+            if (!(*p = r->next)) io->queue_end = p;
+            io->outstanding--;
+        }
+    pthread_mutex_unlock(&io->lock);
+    return found;
+}
+
 mci_read *mci_io_next(mci_io *io, bool wait) {
     pthread_mutex_lock(&io->lock);
     while (wait && !io->finished && io->outstanding) pthread_cond_wait(&io->done, &io->lock);

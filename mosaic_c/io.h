@@ -67,6 +67,8 @@ int mci_io_lanes(mci_io *io);
 
 /* Queues a read; the caller owns *r until it is handed back by mci_io_next. FIFO. */
 int mci_io_submit(mci_io *io, mci_read *r, mc_error *err);
+/* Takes back a read that no lane has begun: it will not be handed back. false: too late. */
+bool mci_io_withdraw(mci_io *io, mci_read *r);
 /* A finished read (r->err.code tells how it ended); wait: block until there is one. NULL: none is
  * finished (wait false) or none is outstanding. */
 mci_read *mci_io_next(mci_io *io, bool wait);

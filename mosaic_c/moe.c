@@ -12,6 +12,7 @@
 #include "store.h"
 
 #define GROUP (MCI_MLPS - 1) /* experts computed as one pair of parallel regions */
+enum { AHEAD_TOKENS = 4 };   /* steps of more tokens need most experts anyway */
 
 struct mc_moe {
     mc_engine *e;
@@ -105,6 +106,7 @@ int mc_moe_create(mc_engine *e, mc_store *s, const mc_moe_desc *d, const mc_expe
         rc = mci_fail(err, MC_EINVAL, 0, "moe: norm, router and shared expert are needed");
     /* last: a layer of the store is bound once */
     if (rc == MC_OK && d->n_expert) rc = mci_store_bind(s, d, experts, err);
+    if (rc == MC_OK && d->n_expert) mci_store_set_peer(s, d->layer, m);
 done:
     mci_leave(e);
     if (rc < 0) {
@@ -118,6 +120,11 @@ done:
 void mc_moe_free(mc_moe *m) {
     if (!m) return;
     mc_engine *e = m->e;
+    if (m->store && mci_enter(e, NULL) == MC_OK) { /* another layer's step may be looking at it */
+        if (mci_store_peer(m->store, m->d.layer) == m)
+            mci_store_set_peer(m->store, m->d.layer, NULL);
+        mci_leave(e);
+    }
     mci_weight *const w[] = {&m->router, &m->shared_gate, &m->gate, &m->up, &m->down};
     for (size_t i = 0; i < sizeof w / sizeof *w; i++) mci_weight_free(e, w[i]);
     mci_vector_free(e, m->norm, m->d.hidden);
@@ -144,6 +151,8 @@ typedef struct moe_ctx {
     int32_t n_line;
     float *out;       /* (T * k rows, then T of the shared expert, H) */
     float *act, *up;  /* act_floats */
+    const float *const *hp; /* rows of h, of scores */
+    float **sp;
     const float **xp; /* row pointers, by row of out */
     float **ap, **upp, **op;
 } moe_ctx;
@@ -280,6 +289,23 @@ static void combine_token(void *ctx, int64_t t, int thread) {
     ops->add(y, H, c->x + t * H);
 }
 
+/* Runs the next layer's router on this layer's output. The mixer in between changes the choice
+ * little; its time is what the reads gain. Best ranks first: the slabs may not do for all. */
+static void foresee(moe_ctx *c) {
+    mc_engine *e = c->m->e;
+    const mc_moe *next = mci_store_peer(c->m->store, c->m->d.layer + 1);
+    if (!next || next->d.hidden != c->m->d.hidden || next->d.top_k > c->m->d.top_k) return;
+    const mc_moe_desc *d = &next->d;
+    mci_job job = {.w = &next->router.mat, .x = c->hp, .n_tok = c->n_tok, .y = c->sp};
+    mci_norm_rows(e, c->x, next->norm, d->norm.eps, c->n_tok, d->hidden, c->h);
+    mci_run_jobs(e, &job, 1);
+    for (int64_t t = 0; t < c->n_tok; t++)
+        mci_topk(c->scores + t * d->n_expert, d->n_expert, d->top_k, c->ids + t * d->top_k);
+    for (int32_t rank = 0; rank < d->top_k; rank++)
+        for (int64_t t = 0; t < c->n_tok; t++)
+            if (!mci_store_foresee(c->m->store, d->layer, c->ids[t * d->top_k + rank])) return;
+}
+
 /* Ids from outside: in range, and no token names one twice. seen: (n_expert) scratch. */
 static int check_forced(const mc_moe_desc *d, const int32_t *ids, int64_t n_tok, int32_t *seen,
                         mc_error *err) {
@@ -322,7 +348,8 @@ int mc_moe_forward(mc_moe *m, mc_step *st, float *x, const int32_t *forced, int3
     c.ap = mci_scratch(e, rows, sizeof(void *));
     c.upp = mci_scratch(e, rows, sizeof(void *));
     c.op = mci_scratch(e, rows, sizeof(void *));
-    const float *const *hp = (const float *const *)mci_row_ptrs(e, c.h, T, d->hidden);
+    c.hp = (const float *const *)mci_row_ptrs(e, c.h, T, d->hidden);
+    c.sp = mci_row_ptrs(e, c.scores, T, d->n_expert);
 
     if (forced && (rc = check_forced(d, forced, T, c.place, err)) < 0) goto done;
     mci_norm_rows(e, x, m->norm, d->norm.eps, T, d->hidden, c.h);
@@ -330,17 +357,17 @@ int mc_moe_forward(mc_moe *m, mc_step *st, float *x, const int32_t *forced, int3
     int n_job = 0;
     if (d->n_expert)
         jobs[n_job++] = (mci_job){.w = &m->router.mat,
-                                  .x = hp,
+                                  .x = c.hp,
                                   .n_tok = T,
-                                  .y = mci_row_ptrs(e, c.scores, T, d->n_expert)};
+                                  .y = c.sp};
     if (m->shared_gate.mat.data)
         jobs[n_job++] = (mci_job){
-            .w = &m->shared_gate.mat, .x = hp, .n_tok = T, .y = mci_row_ptrs(e, c.sigma, T, 1)};
+            .w = &m->shared_gate.mat, .x = c.hp, .n_tok = T, .y = mci_row_ptrs(e, c.sigma, T, 1)};
     mci_run_jobs(e, jobs, n_job);
     if (d->n_expert) {
         mci_pool_run(e->pool, route_token, &c, T);
         gather(&c);
-        if (d->layer == 0) mci_store_token(m->store);
+        if (d->layer == 0) mci_store_token(m->store, T <= AHEAD_TOKENS && !forced);
         rc = mci_store_begin(m->store, d->layer, c.line, c.n_line, err);
     }
     if (rc == MC_OK) rc = run_experts(&c, err);
@@ -349,6 +376,7 @@ int mc_moe_forward(mc_moe *m, mc_step *st, float *x, const int32_t *forced, int3
     mci_pool_run(e->pool, combine_token, &c, T);
     if (routed) memcpy(routed, c.ids, (size_t)(T * d->top_k) * 4);
     e->stats.expert_rows += T * d->top_k;
+    if (d->n_expert && mci_store_ahead(m->store)) foresee(&c);
 done:
     st->failed |= rc < 0;
     e->stats.moe_s += mci_now() - t0;

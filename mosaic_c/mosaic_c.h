@@ -121,6 +121,7 @@ typedef struct mc_stats {
     int64_t budget;
     int64_t hits, misses, evictions;      /* distinct experts per layer and step */
     int64_t reads, bytes_read;            /* expert reads: requests and bytes taken from files */
+    int64_t ahead_reads, ahead_used;      /* experts read ahead; those that the next line needed */
     int64_t expert_rows;                  /* token-expert pairs computed */
     double read_s;                        /* sum over lanes of time inside reads */
     double wait_s;                        /* compute standing still for reads */
@@ -129,6 +130,7 @@ typedef struct mc_stats {
     int64_t slab_bytes;
     int32_t threads, threads_ran;         /* compute threads; how many of them took work so far */
     int32_t lanes, lanes_ran;
+    int32_t ahead_on;                     /* reading ahead: 1 in use (or on trial) just now */
     int32_t files_direct, files_pread;
     const char *isa;                      /* static */
     const char *policy;                   /* static; NULL before a store exists */
@@ -288,10 +290,11 @@ void mc_store_free(mc_store *s);
 /* Memory of one slab that can hold any of the experts: the block-aligned superset of their ranges;
  * *scale_bytes: of the scales of all n, which are resident, each aligned to 128. Pure. */
 int64_t mc_expert_slab(const mc_expert *experts, int64_t n, int64_t *scale_bytes);
-/* slots: experts the cache may hold: in all, or per layer for MC_POLICY_LAYER_LRU. Allocates
- * slots + transit slabs (as many as lanes). Under the hard floor (top_k slots, or 1 per layer):
- * MC_EBUDGET. */
-int mc_store_open(mc_store *s, int64_t slots, mc_error *err);
+/* slots: experts the cache may hold: in all, or per layer for MC_POLICY_LAYER_LRU. ahead: slabs for
+ * experts that the router of the next layer names beforehand (0: no reading ahead; more than 0: the
+ * store tries it now and then and does it while it pays). Allocates slots + transit slabs (as many
+ * as lanes) + ahead. Under the hard floor (top_k slots, or 1 per layer): MC_EBUDGET. */
+int mc_store_open(mc_store *s, int64_t slots, int32_t ahead, mc_error *err);
 /* Changes the capacity of an open store, down to the floor and up to what it was opened with. */
 int mc_store_resize(mc_store *s, int64_t slots, mc_error *err);
 

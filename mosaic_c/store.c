@@ -7,14 +7,14 @@
  * Why no line can get stuck, for any capacity: there are `lanes` slabs more than the policy may
  * hold, and every slab belongs to a resident item, or to an expert of the line that is being read,
  * ready or taken. The last ones give theirs back when they are done, so whenever nothing of the
- * line is under way a slab is free for its next miss. */
+ * line is under way a slab is free for its next miss. A guess has a slab more, its own until a line
+ * takes it over. */
 #include "store.h"
 
 #include <stdlib.h>
 
-#include "expert.h"
+#include "ahead.h"
 #include "policy.h"
-#include "slabs.h"
 
 enum {
     QUEUE = 64, /* reads queued at once: enough that lanes never starve */
@@ -40,6 +40,7 @@ struct mc_store {
     mci_expert_ref *ref; /* (n_layer * n_expert) */
     int32_t *slab_of;    /* (n_layer * n_expert) of resident items, or NONE */
     int64_t *gone;       /* (n_layer) scratch of resize */
+    void **peer;         /* (n_layer) the callers' */
 
     /* set by open */
     mci_policy *policy;
@@ -48,6 +49,7 @@ struct mc_store {
     void *queue; /* (n_queue) */
     int64_t queue_bytes;
     mci_read *spare;
+    mci_ahead ahead;
 
     /* the line */
     bool active, failed;
@@ -64,7 +66,7 @@ struct mc_store {
 /* All tables in one block, widest elements first so that each is aligned. */
 static int alloc_tables(mc_store *s, mc_error *err) {
     int64_t items = (int64_t)s->n_layer * s->n_expert, L = s->n_layer, E = s->n_expert;
-    s->table_bytes = L * (int64_t)(sizeof *s->layers + sizeof *s->gone) +
+    s->table_bytes = L * (int64_t)(sizeof *s->layers + sizeof *s->gone + sizeof *s->peer) +
                      items * (int64_t)(sizeof *s->ref + sizeof *s->slab_of) +
                      E * (int64_t)(sizeof *s->touch + sizeof *s->line + 2 * sizeof *s->place);
     int rc = mci_alloc(&s->e->mem, MC_MEM_META, s->table_bytes, "expert table", &s->tables, err);
@@ -72,7 +74,8 @@ static int alloc_tables(mc_store *s, mc_error *err) {
     s->layers = s->tables;
     s->ref = (mci_expert_ref *)(s->layers + L);
     s->gone = (int64_t *)(s->ref + items);
-    s->touch = (mci_touch *)(s->gone + L);
+    s->peer = (void **)(s->gone + L);
+    s->touch = (mci_touch *)(s->peer + L);
     s->line = (entry *)(s->touch + E);
     s->ready = (int32_t *)(s->line + E);
     s->place = s->ready + E;
@@ -118,6 +121,7 @@ done:
 }
 
 static void close_cache(mc_store *s) {
+    mci_ahead_close(&s->ahead);
     mci_policy_free(s->policy);
     mci_slabs_close(&s->slabs);
     mci_release(&s->e->mem, MC_MEM_META, s->queue, s->queue_bytes);
@@ -179,11 +183,19 @@ static int check_slots(const mc_store *s, int64_t slots, mc_error *err) {
                     per_layer(s) ? "one per layer" : "the experts of one token in one layer");
 }
 
-static int open_cache(mc_store *s, int64_t slots, int64_t slab_bytes, mc_error *err) {
+/* Slabs for so many experts in the cache, for reads of a line, and for guesses. */
+static int64_t slab_count(const mc_store *s, int64_t slots) {
+    return capacity(s, slots) + mci_io_lanes(s->e->io) + s->ahead.n;
+}
+
+static int open_cache(mc_store *s, int64_t slots, int32_t ahead, int64_t slab_bytes,
+                      mc_error *err) {
     mci_mem *mem = &s->e->mem;
-    int64_t n = capacity(s, slots) + mci_io_lanes(s->e->io);
+    int rc = mci_ahead_open(&s->ahead, s->e, &s->slabs, ahead, err);
+    if (rc < 0) return rc;
+    int64_t n = slab_count(s, slots);
     int64_t queue = MCI_MIN(MCI_MIN(n, s->n_expert), MCI_MAX(QUEUE, 2 * mci_io_lanes(s->e->io)));
-    int rc = mci_policy_create(mem, s->kind, s->n_layer, s->n_expert, slots, &s->policy, err);
+    rc = mci_policy_create(mem, s->kind, s->n_layer, s->n_expert, slots, &s->policy, err);
     if (rc < 0) return rc;
     s->queue_bytes = queue * (int64_t)sizeof(mci_read);
     if ((rc = mci_alloc(mem, MC_MEM_META, s->queue_bytes, "read queue", &s->queue, err)) < 0)
@@ -197,7 +209,7 @@ static int open_cache(mc_store *s, int64_t slots, int64_t slab_bytes, mc_error *
     return mci_slabs_open(&s->slabs, s->e, n, slab_bytes, err);
 }
 
-int mc_store_open(mc_store *s, int64_t slots, mc_error *err) {
+int mc_store_open(mc_store *s, int64_t slots, int32_t ahead, mc_error *err) {
     int64_t most = per_layer(s) ? s->n_expert : (int64_t)s->n_layer * s->n_expert, slab = 0;
     int rc = mci_enter(s->e, err);
     if (rc < 0) return rc;
@@ -208,9 +220,12 @@ int mc_store_open(mc_store *s, int64_t slots, mc_error *err) {
         slab = MCI_MAX(slab, s->layers[i].slab_bytes);
     }
     if (rc == MC_OK) rc = check_slots(s, slots, err);
+    if (rc == MC_OK && (ahead < 0 || ahead > s->n_expert))
+        rc = mci_fail(err, MC_EINVAL, 0, "store: %d experts ahead, of %d a layer", ahead,
+                      s->n_expert);
     if (rc == MC_OK) {
         /* more than all experts is all of them */
-        if ((rc = open_cache(s, MCI_MIN(slots, most), slab, err)) < 0) close_cache(s);
+        if ((rc = open_cache(s, MCI_MIN(slots, most), ahead, slab, err)) < 0) close_cache(s);
     }
     if (rc == MC_OK) {
         s->e->stats.slots = capacity(s, s->slots);
@@ -232,8 +247,8 @@ int mc_store_resize(mc_store *s, int64_t slots, mc_error *err) {
     if (rc == MC_OK && slots > s->slots_max)
         rc = mci_fail(err, MC_EBUDGET, 0, "expert cache: %lld slots asked, opened with %lld",
                       (long long)slots, (long long)s->slots_max);
-    if (rc == MC_OK)
-        rc = mci_slabs_count(&s->slabs, capacity(s, slots) + mci_io_lanes(s->e->io), err);
+    if (rc == MC_OK) mci_ahead_drop(&s->ahead, true);
+    if (rc == MC_OK) rc = mci_slabs_count(&s->slabs, slab_count(s, slots), err);
     if (rc == MC_OK) {
         while (s->slots > slots) { /* a slot at a time: each layer loses one item at most */
             int64_t n = mci_policy_resize(s->policy, --s->slots, s->gone);
@@ -260,6 +275,13 @@ static void free_slab(mc_store *s, entry *en) {
     en->slab = NONE;
 }
 
+/* An expert whose slab holds it may be taken. */
+static void ready(mc_store *s, entry *en) {
+    en->state = READY;
+    if (en->keep) s->slab_of[item_of(s, en)] = en->slab;
+    s->ready[s->ready_tail++] = (int32_t)(en - s->line);
+}
+
 static void fail_line(mc_store *s, entry *en, const mc_error *error) {
     free_slab(s, en);
     if (en->keep) mci_policy_forget(s->policy, item_of(s, en));
@@ -276,15 +298,10 @@ static void issue(mc_store *s) {
         if (en->state != WAITING) continue;
         mci_read *r = s->spare;
         mc_error error;
-        bool fresh;
         s->spare = r->next;
-        en->slab = mci_slabs_take(&s->slabs, &fresh);
-        uint8_t *slab = mci_slabs_at(&s->slabs, en->slab);
-        mci_experts_read(s->e, &s->layers[s->layer], en->expert, slab, r);
-        r->fresh = fresh ? slab : NULL;
-        r->fresh_bytes = s->slabs.bytes;
-        r->tag = en - s->line;
-        if (mci_io_submit(s->e->io, r, &error) < 0) {
+        if (mci_fetch(s->e, &s->slabs, &s->layers[s->layer], en->expert, en - s->line, r, &en->slab,
+                      &error) < 0) {
+            en->slab = NONE;
             r->next = s->spare;
             s->spare = r;
             fail_line(s, en, &error);
@@ -296,23 +313,42 @@ static void issue(mc_store *s) {
 }
 
 static void arrived(mc_store *s, mci_read *r) {
-    entry *en = &s->line[r->tag];
+    int32_t place = (int32_t)r->tag;
+    if (r->tag < 0) {
+        if ((place = mci_ahead_arrived(&s->ahead, r)) < 0) return;
+    } else {
+        r->next = s->spare;
+        s->spare = r;
+    }
+    entry *en = &s->line[place];
     s->reading--;
-    r->next = s->spare;
-    s->spare = r;
     if (r->err.code < 0) {
         fail_line(s, en, &r->err);
         return;
     }
-    en->state = READY;
-    mci_slabs_set_no_nan(&s->slabs, en->slab, r->scan && !r->found);
-    if (en->keep) s->slab_of[item_of(s, en)] = en->slab;
-    s->ready[s->ready_tail++] = (int32_t)r->tag;
+    mci_fetched(&s->slabs, r, en->slab);
+    ready(s, en);
     issue(s);
 }
 
-void mci_store_token(mc_store *s) {
-    if (s->policy) mci_policy_token(s->policy);
+bool mci_store_ahead(const mc_store *s) { return !s->active && mci_ahead_wanted(&s->ahead); }
+
+bool mci_store_foresee(mc_store *s, int32_t layer, int32_t expert) {
+    int64_t item = (int64_t)layer * s->n_expert + expert;
+    return s->slab_of[item] != NONE ||
+           mci_ahead_guess(&s->ahead, &s->layers[layer], expert, item);
+}
+
+void mci_store_set_peer(mc_store *s, int32_t layer, void *peer) { s->peer[layer] = peer; }
+
+void *mci_store_peer(const mc_store *s, int32_t layer) {
+    return layer < s->n_layer ? s->peer[layer] : NULL;
+}
+
+void mci_store_token(mc_store *s, bool decode) {
+    if (!s->policy) return;
+    mci_policy_token(s->policy);
+    mci_ahead_token(&s->ahead, decode);
 }
 
 static int check_line(mc_store *s, int32_t layer, const int32_t *ids, int32_t n, mc_error *err) {
@@ -365,11 +401,19 @@ int mci_store_begin(mc_store *s, int32_t layer, const int32_t *ids, int32_t n, m
         st->evictions += t->victim >= 0;
         st->hits += t->hit;
         st->misses += !t->hit;
-        if (!t->hit) continue;
-        en->slab = s->slab_of[item_of(s, en)];
-        en->state = READY;
-        s->ready[s->ready_tail++] = i;
+        if (t->hit) {
+            en->slab = s->slab_of[item_of(s, en)];
+            ready(s, en);
+            continue;
+        }
+        int guess = mci_ahead_take(&s->ahead, item_of(s, en), i, &en->slab);
+        if (guess == MCI_GUESS_READY) ready(s, en);
+        if (guess == MCI_GUESS_READING) {
+            en->state = READING;
+            s->reading++;
+        }
     }
+    mci_ahead_drop(&s->ahead, false);
     issue(s);
     return MC_OK;
 }
@@ -379,7 +423,8 @@ int mci_store_next(mc_store *s, mci_expert_view *out, int32_t max, bool wait, mc
     int32_t n = 0;
     if (!s->active) return mci_fail(err, MC_EINVAL, 0, "store: no line is being served");
     for (;;) {
-        for (mci_read *r; s->reading && (r = mci_io_next(s->e->io, false));) arrived(s, r);
+        for (mci_read *r; (s->reading || s->ahead.reading) && (r = mci_io_next(s->e->io, false));)
+            arrived(s, r);
         if (s->failed) {
             if (err) *err = s->error;
             return s->error.code;
@@ -424,4 +469,5 @@ void mci_store_end(mc_store *s) {
         if (!en->keep) free_slab(s, en);
     }
     s->active = false;
+    if (s->layer == s->n_layer - 1) mci_ahead_token_end(&s->ahead);
 }

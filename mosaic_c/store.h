@@ -21,8 +21,8 @@ int mci_store_bind(mc_store *s, const mc_moe_desc *d, const mc_expert *experts, 
 void mci_store_retain(mc_store *s);
 void mci_store_release(mc_store *s);
 
-/* A token step begins (policy clock). */
-void mci_store_token(mc_store *s);
+/* A token step begins (policy clock). decode: one that may read ahead. */
+void mci_store_token(mc_store *s, bool decode);
 /* Decides hits and misses of a line of n distinct ids, in order of importance, and starts reads.
  * n <= n_expert. */
 int mci_store_begin(mc_store *s, int32_t layer, const int32_t *ids, int32_t n, mc_error *err);
@@ -36,4 +36,17 @@ void mci_store_done(mc_store *s, int32_t index);
 /* Ends the line in any state: waits for reads in progress, unpins, drops failed items. Always call
  * it; without a line it does nothing. */
 void mci_store_end(mc_store *s);
+
+/* ---- reading ahead ---- */
+
+/* The caller's object of a layer, for whoever runs the router of the next layer; NULL: none. */
+void mci_store_set_peer(mc_store *s, int32_t layer, void *peer);
+void *mci_store_peer(const mc_store *s, int32_t layer);
+/* Whether guesses are wanted now: there are slabs for them, and reading ahead pays or is on trial.
+ */
+bool mci_store_ahead(const mc_store *s);
+/* Between lines: starts to read an expert that the next line of `layer` may need, unless it is
+ * held. A guess never changes what the cache holds; one that the next line does not name is
+ * dropped, whatever its layer. false: no slab is left. */
+bool mci_store_foresee(mc_store *s, int32_t layer, int32_t expert);
 #endif

@@ -76,6 +76,21 @@ def test_io_modes(io, expected, reference):
     assert stats.expert_rows == 4 * 150 * 3
 
 
+def test_reading_ahead(expected, reference):
+    """More than a whole trial of tokens: with guesses and without, wrong ones and right ones."""
+    prompt = expected["qwen35_fp8"]["prompt"][:70]
+    with open_small("qwen35_fp8", slots=6) as model:
+        assert model.memory.ahead == 3
+        got = run(model, prompt, [(i, i + 1) for i in range(70)])
+        stats = model.stats()
+    assert same(got, reference["qwen35_fp8"][:70])
+    assert 0 < stats.ahead_used < stats.ahead_reads
+    with open_small("qwen35_fp8", slots=40) as model:  # all of them
+        assert model.memory.ahead == 0
+        run(model, prompt, [(i, i + 1) for i in range(70)])
+        assert model.stats().ahead_reads == 0
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     name=st.sampled_from(MODELS),

@@ -49,6 +49,7 @@ class MemoryPlan:
     policy: str
     threads: int
     lanes: int
+    ahead: int  # slabs for experts that are read before their layer asks
     slots: int
     hard: int  # the fewest slots that run
     unit: int  # bytes of a slot: a slab, or one of every layer
@@ -184,6 +185,13 @@ def plan_memory(
         smallest_chunk,
     )
     items = items_for(chosen, chunk)
+    # reading ahead is no use where all experts stay, and comes second to one token's experts
+    free = budget - sum(item.bytes for item in items)
+    first = top_k * len(moe) * slab if slots is None else slots * unit
+    all_stay = free >= experts * slab if slots is None else slots == most
+    ahead = 0 if all_stay or first + top_k * slab > free else top_k
+    if ahead:
+        items.append(Item("reads ahead", ahead * slab, f"{ahead} slabs"))
     room = (budget - sum(item.bytes for item in items)) // unit if unit else 0
     got = min(most, room) if slots is None else slots
     smallest = fixed(ctx or min(plan.max_positions, MIN_DEFAULT_CTX), smallest_chunk)
@@ -212,6 +220,7 @@ def plan_memory(
         policy=policy,
         threads=threads,
         lanes=lanes,
+        ahead=ahead,
         slots=got,
         hard=hard,
         unit=unit,

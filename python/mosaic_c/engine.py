@@ -311,8 +311,9 @@ class Store(Handle):
             POLICIES[policy],
         )  # fmt: skip
 
-    def open(self, slots: int) -> None:
-        call(lib.mc_store_open, self, slots)
+    def open(self, slots: int, ahead: int = 0) -> None:
+        """ahead: slabs for experts that are read before a layer asks for them."""
+        call(lib.mc_store_open, self, slots, ahead)
 
     def resize(self, slots: int) -> None:
         call(lib.mc_store_resize, self, slots)

@@ -111,7 +111,7 @@ class Model:
             if on_load is not None:
                 on_load(done, total)
         if self.store is not None:
-            self.store.open(memory.slots)
+            self.store.open(memory.slots, memory.ahead)
         self.embed = engine.Linear(e, find(plan.embed), memory.embedding)
         head = self.embed if plan.head is None else engine.Linear(e, find(plan.head))
         self.head = engine.Head(e, blocks.norm(plan.final_norm, find), head, memory.chunk)

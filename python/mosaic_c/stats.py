@@ -30,13 +30,18 @@ class Counters:
 @dataclass(frozen=True)
 class Stats:
     """hits, misses: distinct experts per layer and step. bytes_read, reads: expert reads. read_s: inside reads,
-    summed over lanes. wait_s: compute standing still for them. resident, peak: bytes of each tier of the engine.
-    rss, peak_rss: of the process. files_direct, files_pread: how the shards are really read."""
+    summed over lanes. wait_s: compute standing still for them. ahead_reads, ahead_used: experts read because
+    the next layer's router named them beforehand, and those it then needed; ahead_on: whether that goes on.
+    resident, peak: bytes of each tier of the engine. rss, peak_rss: of the process. files_direct, files_pread:
+    how the shards are really read."""
 
     hits: int
     misses: int
     hit_rate: float
     evictions: int
+    ahead_reads: int
+    ahead_used: int
+    ahead_on: bool
     expert_rows: int
     reads: int
     bytes_read: int
@@ -80,6 +85,8 @@ class Stats:
             f"evictions, {self.slots} slots of {format_size(self.slab_bytes)}, policy {self.policy}",
             f"reads    {self.reads} reads, {format_size(self.bytes_read)}, {self.read_s:.2f} s in {self.lanes} lanes, "
             f"compute waited {self.wait_s:.2f} s; {self.files_direct} of {files} files direct",
+            f"ahead    {self.ahead_reads} experts read ahead of their layer, {self.ahead_used} of them used; "
+            f"now {'on' if self.ahead_on else 'off'}",
             "memory   "
             + ", ".join(f"{k} {format_size(v)}" for k, v in self.resident.items())
             + f"; RSS {format_size(self.rss)}, peak {format_size(self.peak_rss)} of {format_size(self.budget)}, "
@@ -99,6 +106,9 @@ def collect(c: Any, counters: Counters, memory: Any, io: str) -> Stats:
         misses=c.misses,
         hit_rate=c.hits / touched if touched else 0.0,
         evictions=c.evictions,
+        ahead_reads=c.ahead_reads,
+        ahead_used=c.ahead_used,
+        ahead_on=bool(c.ahead_on),
         expert_rows=c.expert_rows,
         reads=c.reads,
         bytes_read=c.bytes_read,

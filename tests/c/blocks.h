@@ -295,6 +295,7 @@ typedef struct setting {
     const char *isa;
     int threads, kv, io, policy;
     int64_t slots, pages;
+    int32_t ahead;
 } setting;
 
 static const setting PLAIN = {.threads = 1, .kv = MC_F32, .slots = TOP_K, .pages = 16};
@@ -350,7 +351,7 @@ static inline int open_blocks(world *w, mc_error *err) {
                            &w->moe[i], err);
         if (rc < 0) return rc;
     }
-    if ((rc = mc_store_open(w->store, w->set.slots, err)) < 0 ||
+    if ((rc = mc_store_open(w->store, w->set.slots, w->set.ahead, err)) < 0 ||
         (rc = mc_linear_create(w->e, &m->head, 1, &w->out, err)) < 0 ||
         (rc = mc_linear_create(w->e, &m->table, 0, &w->table, err)) < 0 ||
         (rc = mc_head_create(w->e, &m->final, w->out, CHUNK, &w->head, err)) < 0)

@@ -373,6 +373,7 @@ static void check_bits(const model *m, int kv, int settings) {
         set.slots = i % 3 ? TOP_K + i % 3 : 2 * EXPERTS;
         set.io = i % 3;
         set.policy = MC_POLICY_AUTO + i % 3;
+        set.ahead = i % 2 * TOP_K;
         memset(got, 0, N_TEXT * sizeof *got);
         run_texts(m, set, chunks[i / 2 % 3], i % 4 != 2, got);
         for (int k = 0; k < N_TEXT; k++)

@@ -78,7 +78,7 @@ static int create(const world *w, int kind, mc_session *base, extra *x) {
         rc = mc_moe_create(w->e, x->store, &routed, m->expert[i], &x->m[i], &err);
         if (rc < 0) CHECK(!x->m[i], "a handle for a failure");
     }
-    if (rc == MC_OK) rc = mc_store_open(x->store, TOP_K, &err);
+    if (rc == MC_OK) rc = mc_store_open(x->store, TOP_K, 0, &err);
     if (rc < 0) free_extra(x);
     return rc;
 }
@@ -453,9 +453,9 @@ static void check_rest(const model *m) {
     for (int i = 0; i < 4; i++)
         CHECK(mc_store_resize(w.store, slots[i], &err) == MC_EBUDGET, "%s", err.message);
     CHECK(mc_store_resize(w.store, INT64_MAX, &err) == MC_EBUDGET, "%s", err.message);
-    CHECK(mc_store_open(w.store, TOP_K, &err) == MC_EINVAL, "%s", err.message);
+    CHECK(mc_store_open(w.store, TOP_K, 0, &err) == MC_EINVAL, "%s", err.message);
     OK(mc_store_create(w.e, 2, EXPERTS, TOP_K, 0, &s, &err));
-    CHECK(mc_store_open(s, TOP_K, &err) == MC_EINVAL, "%s", err.message); /* layers are missing */
+    CHECK(mc_store_open(s, TOP_K, 0, &err) == MC_EINVAL, "%s", err.message); /* holes */
     mc_store_free(s);
     for (int i = 0; i < 3; i++) {
         static const int64_t max_tok[] = {0, -1, INT64_MIN};

@@ -109,12 +109,12 @@ static int bind_all(mc_engine *e, mc_store *s, const model *m, mc_error *err) {
     return rc;
 }
 
-static mc_store *new_store(mc_engine *e, const model *m, int policy, int64_t slots) {
+static mc_store *new_store(mc_engine *e, const model *m, int policy, int64_t slots, int ahead) {
     mc_store *s = NULL;
     mc_error err = {0};
     int rc = mc_store_create(e, L, E, TOP_K, policy, &s, &err);
     if (rc == MC_OK) rc = bind_all(e, s, m, &err);
-    if (rc == MC_OK) rc = mc_store_open(s, slots, &err);
+    if (rc == MC_OK) rc = mc_store_open(s, slots, ahead, &err);
     CHECK(rc == MC_OK, "%s", err.message);
     return s;
 }
@@ -138,6 +138,7 @@ static bool mat_right(const mci_mat *v, const mc_tensor *t) {
                           bytes_right(v->scale, t->scale_file, t->scale_offset, scales)));
 }
 
+static int64_t guesses[2];  /* that a line used, without and with faults */
 static int64_t searched[2]; /* FP8 experts whose view says that NaN codes are possible, and not */
 
 static bool view_right(const mci_expert_view *v, const mc_expert *x) {
@@ -218,24 +219,35 @@ static int use_line(mc_store *s, const model *m, rng *r, int layer, const int32_
     return total;
 }
 
+/* Guesses at the next line: right ones, wrong ones, twice the same, of another layer, too many. */
+static void guess_line(mc_store *s, rng *r, int layer, const int32_t *ids, int n) {
+    for (int k = (int)rng_below(r, 8); k > 0; k--) {
+        int32_t x = (int32_t)rng_below(r, E);
+        if (rng_below(r, 4)) x = ids[rng_below(r, (uint64_t)n)];
+        mci_store_foresee(s, rng_below(r, 8) ? layer : (int)rng_below(r, L), x);
+    }
+}
+
 /* ---- cases ---- */
 
-static void check_random(const model *m, int policy, int lanes, int io, int64_t slots,
+static void check_random(const model *m, int policy, int lanes, int io, int64_t slots, int ahead,
                          bool faults) {
     inject j = {.lock = PTHREAD_MUTEX_INITIALIZER, .r = {(uint64_t)slots}, .delay = slots % 2};
     rng r = {(uint64_t)(policy * 1000 + lanes * 100 + slots)};
     mc_error err = {0};
     mc_engine *e = new_engine(m, io, lanes);
-    mc_store *s = new_store(e, m, policy, slots);
+    mc_store *s = new_store(e, m, policy, slots, ahead);
     mci_policy *shadow = NULL;
     mci_touch touch[E];
     int64_t base_reads = 0, hits = 0, misses = 0, most = policy == MC_POLICY_LAYER_LRU ? E : L * E;
     int64_t floor = policy == MC_POLICY_LAYER_LRU ? 1 : TOP_K, slots_max = MCI_MIN(slots, most);
     mci_policy_create(NULL, policy, L, E, slots_max, &shadow, &err);
     mci_io_inject(e->io, injected, &j);
+    int32_t ids[E], next[E];
+    int n_next = random_line(&r, next);
     for (int step = 0; step < 45; step++) {
-        int32_t ids[E];
-        int n = random_line(&r, ids), layer = step % L;
+        int n = n_next, layer = step % L;
+        memcpy(ids, next, sizeof ids);
         int quit = rng_below(&r, 10) ? E + 1 : (int)rng_below(&r, (uint64_t)n);
         mci_io_stats st;
         if (quit <= E && !faults) quit = E + 1; /* the shadow cannot know what an early end drops */
@@ -243,7 +255,7 @@ static void check_random(const model *m, int policy, int lanes, int io, int64_t 
         j.shorten = rng_below(&r, 2);
         mci_enter(e, &err);
         if (layer == 0) {
-            mci_store_token(s);
+            mci_store_token(s, false);
             mci_policy_token(shadow);
         }
         int64_t was = e->stats.misses;
@@ -260,7 +272,7 @@ static void check_random(const model *m, int policy, int lanes, int io, int64_t 
         mci_store_end(s);
         mci_store_end(s);
         mci_io_get_stats(e->io, &st);
-        if (rc == n && quit > E)
+        if (rc == n && quit > E && !ahead)
             CHECK(st.reads - base_reads == e->stats.misses - was, "%lld reads for %lld misses",
                   (long long)(st.reads - base_reads), (long long)(e->stats.misses - was));
         base_reads = st.reads;
@@ -278,6 +290,10 @@ static void check_random(const model *m, int policy, int lanes, int io, int64_t 
         mci_policy_line(shadow, layer, ids, n, NULL, touch);
         for (int i = 0; i < n; i++) hits += touch[i].hit;
         for (int i = 0; i < n; i++) misses += !touch[i].hit;
+        n_next = random_line(&r, next);
+        mci_enter(e, &err);
+        if (ahead) guess_line(s, &r, (step + 1) % L, next, n_next);
+        mci_leave(e);
         if (rng_below(&r, 12) == 0) {
             int64_t gone[L * E];
             int64_t to = floor + (int64_t)rng_below(&r, (uint64_t)(slots_max - floor + 1));
@@ -291,6 +307,9 @@ static void check_random(const model *m, int policy, int lanes, int io, int64_t 
               "%s: %lld hits, %lld misses, expected %lld and %lld", mci_policy_name(policy),
               (long long)e->stats.hits, (long long)e->stats.misses, (long long)hits,
               (long long)misses);
+    if (ahead) guesses[faults] += e->stats.ahead_used;
+    CHECK(!e->stats.ahead_reads == !ahead && e->stats.ahead_used <= e->stats.ahead_reads,
+          "guesses");
     mci_policy_free(shadow);
     mci_io_inject(e->io, NULL, NULL);
     mc_store_free(s);
@@ -376,20 +395,21 @@ static void check_bind_errors(const model *m) {
                   err.message);
         CHECK(e->mem.total == total, "case %d leaks", c);
     }
-    CHECK(mc_store_open(s, TOP_K, &err) == MC_EINVAL, "layers missing: %s", err.message);
+    CHECK(mc_store_open(s, TOP_K, 0, &err) == MC_EINVAL, "layers missing: %s", err.message);
     CHECK(bind_all(e, s, m, &err) == MC_OK, "%s", err.message);
     CHECK(bind_all(e, s, m, &err) == MC_EINVAL, "twice");
     int32_t ids[2] = {1, 1};
     CHECK(mci_store_begin(s, 0, ids, 1, &err) == MC_EINVAL, "not open");
     CHECK(mc_store_resize(s, 10, &err) == MC_EINVAL, "not open");
-    CHECK(mc_store_open(s, TOP_K - 1, &err) == MC_EBUDGET && strstr(err.message, "3 slots") &&
+    CHECK(mc_store_open(s, TOP_K - 1, 0, &err) == MC_EBUDGET && strstr(err.message, "3 slots") &&
               strstr(err.message, "at least 4"),
           "%s", err.message);
     e->mem.budget = e->mem.total + 100000;
-    CHECK(mc_store_open(s, L * E, &err) == MC_EBUDGET, "%s", err.message);
+    CHECK(mc_store_open(s, L * E, 0, &err) == MC_EBUDGET, "%s", err.message);
     e->mem.budget = 0;
-    CHECK(mc_store_open(s, 1 << 30, &err) == MC_OK && e->stats.slots == L * E, "%s", err.message);
-    CHECK(mc_store_open(s, TOP_K, &err) == MC_EINVAL, "twice");
+    CHECK(mc_store_open(s, 1 << 30, 0, &err) == MC_OK && e->stats.slots == L * E,
+          "%s", err.message);
+    CHECK(mc_store_open(s, TOP_K, 0, &err) == MC_EINVAL, "twice");
     CHECK(mc_store_resize(s, TOP_K - 1, &err) == MC_EBUDGET, "floor");
     CHECK(mc_store_resize(s, L * E + 1, &err) == MC_EBUDGET, "ceiling");
     CHECK(mci_store_next(s, NULL, 0, true, &err) == MC_EINVAL, "no line");
@@ -417,7 +437,7 @@ static void check_bind_errors(const model *m) {
 static void check_hoarder(const model *m) {
     mc_error err = {0};
     mc_engine *e = new_engine(m, MC_IO_PREAD, 1);
-    mc_store *s = new_store(e, m, MC_POLICY_LRU, TOP_K);
+    mc_store *s = new_store(e, m, MC_POLICY_LRU, TOP_K, 0);
     mci_expert_view v[E];
     int32_t ids[E];
     int n = 0, got;
@@ -438,7 +458,7 @@ static void check_truncated(const model *m) {
     mc_error err = {0};
     mci_expert_view v[E];
     mc_engine *e = new_engine(m, MC_IO_AUTO, 2);
-    mc_store *s = new_store(e, m, MC_POLICY_LFU, L * E);
+    mc_store *s = new_store(e, m, MC_POLICY_LFU, L * E, 0);
     int32_t id = E - 1;
     CHECK(truncate(m->path[0], 100) == 0 && truncate(m->path[1], 100) == 0, "truncate");
     CHECK(mci_store_begin(s, L - 1, &id, 1, &err) == MC_OK, "%s", err.message);
@@ -469,9 +489,9 @@ static void check_allocations(const model *m) {
             if (step == 1) e->mem.fail_after = k;
             if (rc == MC_OK) rc = bind_all(e, s, m, &err);
             if (step == 2) e->mem.fail_after = k;
-            if (rc == MC_OK && (rc = mc_store_open(s, 2 * TOP_K, &err)) < 0) {
+            if (rc == MC_OK && (rc = mc_store_open(s, 2 * TOP_K, 0, &err)) < 0) {
                 CHECK(rc == MC_ENOMEM, "%s", err.message);
-                CHECK(mc_store_open(s, 2 * TOP_K, &err) == MC_OK, "%s", err.message);
+                CHECK(mc_store_open(s, 2 * TOP_K, 0, &err) == MC_OK, "%s", err.message);
             }
             CHECK(rc == MC_OK || rc == MC_ENOMEM, "%s", err.message);
             mc_store_free(s);
@@ -519,7 +539,7 @@ static void check_memory_returned(void) {
     }
     mc_store_create(e, 1, N, 4, MC_POLICY_LRU, &s, &err);
     CHECK(mci_store_bind(s, LAYER(0, N, 4, D, D), x, &err) == MC_OK, "%s", err.message);
-    CHECK(mc_store_open(s, N, &err) == MC_OK, "%s", err.message);
+    CHECK(mc_store_open(s, N, 0, &err) == MC_OK, "%s", err.message);
     for (int round = 0; round < 3; round++) {
         int64_t slots = round == 1 ? N / 8 : N, hits = e->stats.hits, before = resident();
         CHECK(mc_store_resize(s, slots, &err) == MC_OK, "%s", err.message);
@@ -564,8 +584,10 @@ int main(int argc, char **argv) {
             for (int k = 0; k < 6; k++) {
                 static const int64_t all[6] = {4, 5, 7, 11, 20, 40}, each[6] = {1, 2, 3, 6, 11, 12};
                 int64_t slots = policy == MC_POLICY_LAYER_LRU ? each[k] : all[k];
-                check_random(m, policy, lanes, k % 2 ? MC_IO_PREAD : MC_IO_DIRECT, slots, false);
-                check_random(m, policy, lanes, k % 2 ? MC_IO_AUTO : MC_IO_PREAD, slots, true);
+                check_random(m, policy, lanes, k % 2 ? MC_IO_PREAD : MC_IO_DIRECT, slots,
+                             k % 3, false);
+                check_random(m, policy, lanes, k % 2 ? MC_IO_AUTO : MC_IO_PREAD, slots,
+                             k % 3 * 2, true);
             }
     check_bind_errors(m);
     check_hoarder(m);
@@ -574,12 +596,14 @@ int main(int argc, char **argv) {
     free_model(m);
     for (uint64_t seed = 2; seed < 8; seed++) { /* other layouts on disk */
         make_model(m, seed);
-        check_random(m, MC_POLICY_AUTO, 2, MC_IO_AUTO, 9, false);
+        check_random(m, MC_POLICY_AUTO, 2, MC_IO_AUTO, 9, TOP_K, false);
         free_model(m);
     }
     check_memory_returned();
     rmdir(dir);
     free(m);
+    CHECK(guesses[0] > 100 && guesses[1] > 100, "guesses used: %lld, with faults %lld",
+          (long long)guesses[0], (long long)guesses[1]);
     CHECK(searched[0] > 10 && searched[1] > 10,
           "experts searched for NaN codes: %lld with, %lld without", (long long)searched[0],
           (long long)searched[1]);

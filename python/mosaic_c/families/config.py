@@ -220,4 +220,5 @@ def sparse_layers(c: Config, layers: int) -> list[bool]:
     only = c.get("mlp_only_layers") or []
     if not isinstance(only, list) or any(type(x) is not int or x < 0 for x in only):
         raise c.error("mlp_only_layers", "a list of layer numbers", only)
-    return [i not in only and (i + 1) % step == 0 for i in range(layers)]
+    dense = set(only)  # a hostile list may be long
+    return [i not in dense and (i + 1) % step == 0 for i in range(layers)]
