@@ -175,8 +175,8 @@ def test_errors_come_before_the_first_run(monkeypatch, capsys, narrow, tmp_path)
     monkeypatch.setattr(sweep, "fresh_point", None)
     model = ["-m", str(narrow)]
     zipf = ["--routing", str(ZIPF)]
-    fails(capsys, [*model, *zipf, "--tokens", "81"], "--tokens 81", "80 of the trace")
-    fails(capsys, [*model, "--tokens", "0"], "--tokens 0", "1 or more")
+    fails(capsys, [*model, *zipf, "--tokens", "81"], "--tokens 81", "the 80 tokens of the trace")
+    fails(capsys, [*model, "--tokens", "0"], "--tokens 0", "the 32768 positions of the model")
     fails(capsys, [*model, "--slots", "2,257"], "--slots 257", "256 experts")
     fails(capsys, [*model, "--slots", "0"], "--slots 0")
     fails(capsys, [*model, "--slots", "2,"], "--slots", "whole numbers")
@@ -219,8 +219,9 @@ def test_an_interrupt_ends_the_run(monkeypatch, capsys, narrow):
 
 
 def test_default_sizes_end_where_the_model_does():
-    shape = sweep.Shape(8, 40, 6, True, None)
+    shape = sweep.Shape(8, 40, 6, True, 100, None)
     assert sweep.choose([shape], None, None) == ([2, 4, 8, 16, 32], sweep.TOKENS)
+    assert sweep.choose([replace(shape, positions=70)], None, None)[1] == 70
     few = replace(shape, experts=9, trace_tokens=7)
     assert sweep.choose([shape, few], None, None) == ([2, 4, 8], 7)
 

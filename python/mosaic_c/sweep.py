@@ -56,6 +56,7 @@ class Shape:
     experts: int
     top_k: int
     synthetic: bool
+    positions: int  # tokens the model can hold
     trace_tokens: int | None
 
 
@@ -76,6 +77,7 @@ def look(one: Series) -> Shape:
         min(m.experts.count for m in moe if m.experts),
         max(m.top_k for m in moe),
         bool(checkpoint.config.get(LABEL)),
+        plan.max_positions,
         tokens,
     )
 
@@ -84,10 +86,8 @@ def choose(
     shapes: Sequence[Shape], slots: Sequence[int] | None, tokens: int | None
 ) -> tuple[list[int], int]:
     """(slots per layer, tokens) of a sweep, checked against what models and traces have."""
-    experts, held = (
-        min(s.experts for s in shapes),
-        [s.trace_tokens for s in shapes if s.trace_tokens],
-    )
+    experts = min(s.experts for s in shapes)
+    held = [s.trace_tokens for s in shapes if s.trace_tokens is not None]
     if slots is None:
         slots = [n for n in SLOTS if n <= experts]
     for n in slots:
@@ -95,13 +95,13 @@ def choose(
             raise UsageError(
                 f"--slots {n} is out of range: the model has {experts} experts a layer"
             )
+    most, what = min(s.positions for s in shapes), "positions of the model"
+    if held and min(held) <= most:
+        most, what = min(held), "tokens of the trace"
     if tokens is None:
-        tokens = min(held, default=TOKENS)
-    if tokens < 1 or held and tokens > min(held):
-        raise UsageError(
-            f"--tokens {tokens}: expected 1 or more"
-            + (f", at most the {min(held)} of the trace" if held else "")
-        )
+        tokens = most if held else min(TOKENS, most)
+    if not 1 <= tokens <= most:
+        raise UsageError(f"--tokens {tokens} is out of range: expected 1 to the {most} {what}")
     return list(slots), tokens
 
 
