@@ -111,8 +111,9 @@ def notes(rows: list[dict[str, Any]], file_size: int) -> list[str]:
     cached = max(r["cached"] for r in rows)
     if cached > file_size // 100:
         found.append(
-            f"{format_size(cached)} of the file could not be dropped from the page cache (or the system does not "
-            "say, as you may not write the file): reads that are not direct may be reads of memory"
+            f"{format_size(cached)} of the file could not be dropped from the page cache (a file system in memory, "
+            "pages that another process holds; all of a file that you may not write counts as such): these may "
+            "be reads of memory"
         )
     if any(r["mode"] == "mmap" for r in rows):
         found.append("mmap reads every place at most once: its pages stay in the page cache")
