@@ -42,7 +42,7 @@ def test_a_run_and_its_figures(capsys, large):
     result = json.loads(capsys.readouterr().out)
     assert result["file_bytes"] == 32 * MIB and not result["temporary"]
     assert [(r["mode"], r["lanes"], r["depth"]) for r in result["rows"]] == [
-        ("direct", 1, 2), ("direct", 2, 4), ("pread", 1, 2), ("pread", 2, 4),
+        ("direct", 1, 2), ("direct", 2, 3), ("pread", 1, 2), ("pread", 2, 3),
     ]  # fmt: skip
     for row in result["rows"]:
         assert row["direct"] == (row["mode"] == "direct" and direct_works(large))
@@ -192,7 +192,7 @@ def test_a_full_disk_is_told_before_the_work(monkeypatch, capsys, tmp_path):
 
 def test_too_little_memory(monkeypatch, capsys, large):
     monkeypatch.setattr(bench_io, "smallest_limit", lambda limits: (70 * MIB, "allowed"))
-    fails(capsys, 1, [str(large), "--size", "1M", "--lanes", "8"], "16 MiB", "70 MiB allowed")
+    fails(capsys, 1, [str(large), "--size", "1M", "--lanes", "8"], "9 MiB", "70 MiB allowed")
 
 
 def test_the_engine_checks_for_itself(large, tmp_path):

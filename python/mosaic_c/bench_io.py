@@ -65,7 +65,7 @@ def check_options(
         raise UsageError(f"--seconds {seconds:g} is out of range: expected more than 0, at most 60")
     if not 1 <= runs <= 99:
         raise UsageError(f"--runs {runs} is out of range: expected 1 to 99")
-    need = max(depth or 0, 2 * max(lanes)) * size
+    need = (max(lanes) + 1 if depth is None else depth) * size
     found = smallest_limit(read_limits())
     if found is not None and found[0] < need + _SPARE:
         raise MosaicError(
@@ -191,10 +191,11 @@ def measure(
     progress: Callable[[str, int, int], None] = lambda name, i, n: None,
 ) -> list[dict[str, Any]]:
     """A row for every mode and number of lanes: medians of `runs` runs, which take turns so that a drift of the
-    disk meets all alike. depth None: two reads for every lane, one in it and one that waits. Offsets are multiples
-    of `align`; of `size` for a mapped file, where pages stay and a place can be measured once."""
+    disk meets all alike. depth None: a read for every lane and one that waits; with more the memory read into is
+    larger than caches. Offsets are multiples of `align`; of `size` for a mapped file, where pages stay and a
+    place can be measured once."""
     rows = [
-        {"mode": mode, "lanes": n, "depth": 2 * n if depth is None else depth, "runs": []}
+        {"mode": mode, "lanes": n, "depth": n + 1 if depth is None else depth, "runs": []}
         for mode in modes
         for n in lanes
     ]

@@ -12,7 +12,10 @@
 #include "io.h"
 #include "rng.h"
 
-enum { WINDOW = 64 << 20 }; /* of a file that is looked at in one mapping */
+enum {
+    WINDOW = 64 << 20, /* of a file that is looked at in one mapping */
+    HUGE_PAGE = 2 << 20
+};
 
 typedef struct disk {
     const mc_bench_io_opts *o;
@@ -132,12 +135,12 @@ static int open_disk(disk *d, const char *path, mc_error *err) {
     if (!mci_mul(o->size, o->depth, &d->bytes))
         return mci_fail(err, MC_EINVAL, 0, "disk benchmark: %d reads of %lld bytes", o->depth,
                         (long long)o->size);
-    rc = mci_alloc(&d->mem, MC_MEM_CACHE, d->bytes + MCI_IO_BLOCK, "memory to read into", &d->arena,
-                   err);
+    /* whole huge pages: the rest of a range would be small ones, and reads into it slower */
+    d->bytes = mci_round_up(d->bytes, HUGE_PAGE);
+    rc = mci_alloc(&d->mem, MC_MEM_CACHE, d->bytes, "memory to read into", &d->arena, err);
     if (rc < 0) return rc;
     uint8_t *p = d->arena;
-    memset(p, 1, (size_t)d->bytes + MCI_IO_BLOCK);
-    p += -(uintptr_t)p % MCI_IO_BLOCK; /* less than a huge page may start anywhere */
+    memset(p, 1, (size_t)d->bytes);
     for (int32_t i = 0; i < o->depth; i++) d->reads[i].run[0].dst = p + i * o->size;
     return MC_OK;
 }
@@ -161,7 +164,7 @@ int mc_bench_io(const char *path, const mc_bench_io_opts *o, mc_bench_io_run *ou
     out->direct = stats.files_direct;
 done:
     mci_io_free(d.io);
-    mci_release(&d.mem, MC_MEM_CACHE, d.arena, d.bytes + MCI_IO_BLOCK);
+    mci_release(&d.mem, MC_MEM_CACHE, d.arena, d.bytes);
     free(d.reads);
     return rc;
 }

@@ -25,7 +25,7 @@ def add_parser(which: argparse._SubParsersAction) -> None:
     add("--size", metavar="SIZE", default="3M", help="bytes of one read, such as an expert's")
     add("--lanes", metavar="N,N", default="1,2,4,8", help="reader threads to try")
     add("--depth", type=int, metavar="N", default=argparse.SUPPRESS, help="reads handed to the reader at a time "
-        "(default: two a lane)")  # fmt: skip
+        "(default: one a lane and one more)")  # fmt: skip
     add("--io", metavar="MODE,MODE", default=argparse.SUPPRESS, help="ways of reading, such as direct,pread "
         "(default: all that the engine has)")  # fmt: skip
     add("--seconds", type=float, metavar="S", default=1.0, help="of one run")
