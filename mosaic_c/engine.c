@@ -5,6 +5,35 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+/* What a compiler tells of itself and of the flags that all files share. */
+#if defined(__clang__)
+#define COMPILER "clang " __clang_version__
+#elif defined(__GNUC__)
+#define COMPILER "gcc " __VERSION__
+#else
+#define COMPILER "unknown compiler"
+#endif
+#ifdef __OPTIMIZE__
+#define OPTIMIZED ", optimized"
+#else
+#define OPTIMIZED ", not optimized"
+#endif
+#ifdef __FAST_MATH__
+#define FAST_MATH ", fast-math"
+#else
+#define FAST_MATH ""
+#endif
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define SANITIZED ", sanitized"
+#else
+#define SANITIZED ""
+#endif
+#ifdef __AVX__
+#define NATIVE ", AVX everywhere"
+#else
+#define NATIVE ""
+#endif
+
 int mc_engine_create(const mc_engine_opts *opts, mc_engine **out, mc_error *err) {
     int rc;
     mc_engine *e;
@@ -13,8 +42,6 @@ int mc_engine_create(const mc_engine_opts *opts, mc_engine **out, mc_error *err)
         return mci_fail(err, MC_EINVAL, 0, "threads: expected 1..256, got %d", opts->threads);
     if (opts->lanes < 0 || opts->lanes > 64)
         return mci_fail(err, MC_EINVAL, 0, "lanes: expected 0..64, got %d", opts->lanes);
-    if (opts->io < MC_IO_AUTO || opts->io > MC_IO_DIRECT)
-        return mci_fail(err, MC_EINVAL, 0, "io: unknown mode %d", opts->io);
     if (opts->budget < 0)
         return mci_fail(err, MC_EINVAL, 0, "budget: expected bytes, got %lld",
                         (long long)opts->budget);
@@ -119,6 +146,10 @@ void mc_engine_cancel(mc_engine *e, int on) {
     atomic_store_explicit(&e->cancel, on != 0, memory_order_relaxed);
 }
 
+int mc_io_mode(int32_t mode, mc_error *err) { return mci_io_mode(mode, err); }
+
+int mc_io_most(int32_t mode) { return mci_io_most(mode); }
+
 int mc_engine_file(mc_engine *e, const char *path, mc_error *err) {
     int rc = mci_enter(e, err);
     if (rc < 0) return rc;
@@ -126,6 +157,8 @@ int mc_engine_file(mc_engine *e, const char *path, mc_error *err) {
     mci_leave(e);
     return rc;
 }
+
+const char *mc_engine_build(void) { return COMPILER OPTIMIZED FAST_MATH SANITIZED NATIVE; }
 
 int mc_engine_stats(mc_engine *e, mc_stats *out, mc_error *err) {
     mci_io_stats io;
@@ -141,6 +174,10 @@ int mc_engine_stats(mc_engine *e, mc_stats *out, mc_error *err) {
     out->reads = io.reads;
     out->bytes_read = io.bytes;
     out->read_s = io.read_s;
+    out->busy_s = io.busy_s;
+    out->io = io.mode;
+    out->depth = io.depth;
+    memcpy(out->io_note, io.note, sizeof out->io_note);
     out->lanes = io.lanes;
     out->lanes_ran = io.lanes_ran;
     out->files_direct = io.files_direct;

@@ -83,7 +83,7 @@ void mci_experts_read(const mc_engine *e, const mci_experts *x, int32_t expert, 
     r->n_run = l.n_run;
     for (int32_t i = 0; i < l.n_run; i++)
         r->run[i] = (mci_run){l.run[i].file, l.run[i].offset, l.run[i].bytes,
-                              slab + l.at[i] + l.run[i].offset % MCI_IO_BLOCK};
+                              slab ? slab + l.at[i] + l.run[i].offset % MCI_IO_BLOCK : NULL};
     r->scan = all_fp8(x->ref[expert].mat) ? e->ops->f8_has_nan : NULL;
 }
 
@@ -92,7 +92,7 @@ void mci_experts_mats(const mci_experts *x, int32_t expert, const uint8_t *slab,
     mci_layout l = mci_experts_layout(x, expert);
     for (int k = 0; k < 3; k++) {
         const mci_mat_ref *m = &x->ref[expert].mat[k];
-        out[k] = (mci_mat){.data = slab + l.mat[k],
+        out[k] = (mci_mat){.data = slab ? slab + l.mat[k] : mci_io_at(x->io, m->file, m->offset),
                            .scale = m->scale,
                            .rows = k < 2 ? x->width : x->hidden,
                            .cols = k < 2 ? x->hidden : x->width,
@@ -215,6 +215,7 @@ int mci_experts_bind(mc_engine *e, mci_experts *x, int32_t layer, const mc_exper
     bind_ctx c = {.e = e, .x = x, .layer = layer};
     int64_t jobs = (int64_t)x->n * 3 * (int64_t)sizeof(scale_job), slab = 0;
     void *tmp;
+    x->io = e->io;
     int rc = mci_alloc(&e->mem, MC_MEM_SCRATCH, jobs + SCALE_READ, "expert scales", &tmp, err);
     if (rc < 0) return rc;
     c.job = tmp;

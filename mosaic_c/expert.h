@@ -26,6 +26,7 @@ typedef struct mci_expert_ref {
 
 /* Of one layer. ref: (n), the caller's. */
 typedef struct mci_experts {
+    mci_io *io; /* set by bind */
     mci_expert_ref *ref;
     int32_t n, hidden, width;
     int64_t slab_bytes; /* the largest; 0: not bound */
@@ -52,10 +53,12 @@ int mci_experts_bind(mc_engine *e, mci_experts *x, int32_t layer, const mc_exper
                      mc_error *err);
 void mci_experts_free(mc_engine *e, mci_experts *x);
 mci_layout mci_experts_layout(const mci_experts *x, int32_t expert);
-/* Fills the ranges of a read of an expert into its slab, and what the lane searches them for. */
+/* Fills the ranges of a read of an expert into its slab (NULL: into the mapping of its file), and
+ * what the lane searches them for. */
 void mci_experts_read(const mc_engine *e, const mci_experts *x, int32_t expert, uint8_t *slab,
                       mci_read *r);
-/* gate, up and down of an expert that lies in `slab`; no_nan: such a search found nothing. */
+/* gate, up and down of an expert that lies in `slab` (NULL: in the mapping of its file); no_nan:
+ * such a search found nothing. */
 void mci_experts_mats(const mci_experts *x, int32_t expert, const uint8_t *slab, bool no_nan,
                       mci_mat out[3]);
 #endif

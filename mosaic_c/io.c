@@ -1,156 +1,55 @@
-/* io.c - reads of byte ranges by reader threads ("lanes").
+/* io.c - reads of byte ranges: a queue, and the threads that serve it ("lanes", or one for a ring).
  *
- * One mutex guards the queue, the done list, the file table and the counters; lanes hold it only to
- * take and hand back a read. A file keeps a buffered descriptor for ever and a direct one where
- * direct reads work. It promises that a range arrives complete or the read carries an error, and
- * that the page cache holds nothing of it afterwards. */
+ * One mutex guards the queue, the done list and the counters; threads hold it only
+ * to take and hand back a read. It promises that a range arrives complete or the read carries an
+ * error, and that the page cache holds nothing of it afterwards (mmap apart). */
 #include "io.h"
 
-#include <errno.h>
-#include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
+#include "io_uring.h"
+
 enum {
-    CALL_MAX = 1 << 30, /* of one system call: the kernel stops a little under 2 GiB */
-    STEP = 4 << 20,     /* of one buffered call: what a lane may have in the page cache */
-    PIECE = 4 << 20,    /* of a range that mci_io_load spreads over the lanes */
+    LANES_DIRECT = 2,
+    LANES_BUFFERED = 4,
+    RUNS = 3, /* of a read: places in the ring */
     LANE_STACK = 256 << 10
 };
 
-typedef struct io_file {
-    char *path;
-    int fd, direct_fd;   /* direct_fd -1: direct reads were refused */
-    _Atomic bool direct; /* in use; goes off for good when a direct read is refused */
-    int64_t size;
-} io_file;
+typedef struct lane {
+    mci_io *io;
+    int index;
+    pthread_t thread;
+} lane;
 
 struct mci_io {
-    int mode, lanes, started;
-    pthread_t *thread;
+    int asked, mode;  /* given to create; in use, never MC_IO_AUTO */
+    bool given;       /* the number of lanes was given */
+    int most, active; /* reads that may be under way: ever, now */
+    int started;      /* lanes that have a thread */
+    lane *lane;       /* (most) */
+    mci_ring *ring;   /* where mode is MC_IO_URING */
+    pthread_t ring_thread;
+    bool ring_runs, ring_sleeps, ring_stop;
     pthread_mutex_t lock;
-    pthread_cond_t work, done;
+    pthread_cond_t work, parked, done; /* parked: lanes that are too many at present */
     mci_read *queue, **queue_end, *finished, **finished_end;
     int64_t outstanding; /* submitted and not handed back */
-    bool stop, loading;
-    io_file **files; /* pointers: they stay where they are when the table grows */
-    int32_t n_file, room;
+    bool stop, count;    /* count: reads enter the counters */
+    int32_t under_way;   /* of those counted: submitted and not finished */
+    double busy_from;    /* since when there are any */
+    mci_files files;
     mci_io_stats stats;
-    mci_read *pieces; /* (2 * lanes) of mci_io_load */
-    int64_t page;
-    mci_pread_fn *fn;
-    void *fn_ctx;
+    mci_shim shim;
 };
 
-/* ---- one range ------------------------------------------------------------------------------- */
-
-static int64_t call_read(mci_io *io, int fd, void *buf, int64_t n, int64_t off) {
-    int64_t r;
-    do {
-        errno = 0;
-        r = io->fn ? io->fn(io->fn_ctx, fd, buf, n, off) : pread(fd, buf, (size_t)n, off);
-    } while (r < 0 && errno == EINTR);
-    return r;
-}
-
-static int fail_read(const io_file *f, const mci_run *run, int64_t got, int sys, mc_error *err) {
-    return mci_fail(err, MC_EIO, sys, "%s: wanted %lld bytes at offset %lld, got %lld: %s", f->path,
-                    (long long)run->bytes, (long long)run->offset, (long long)got,
-                    sys ? strerror(sys) : "end of file");
-}
-
-/* The kernel drops whole pages only, so the range is rounded outwards. */
-static void drop_pages(const mci_io *io, const io_file *f, int64_t offset, int64_t bytes) {
-    int64_t from = offset & -io->page;
-    posix_fadvise(f->fd, from, mci_round_up(offset + bytes, io->page) - from, POSIX_FADV_DONTNEED);
-}
-
-/* The range from its `got`-th byte on. Every call but the first starts at a page, so that no page
- * is dropped half used and read twice. */
-static int read_buffered(mci_io *io, io_file *f, const mci_run *run, int64_t got, int64_t *taken,
-                         mc_error *err) {
-    while (got < run->bytes) {
-        int64_t at = run->offset + got;
-        int64_t n = MCI_MIN(run->bytes - got, STEP - at % io->page);
-        int64_t r = call_read(io, f->fd, run->dst + got, n, at);
-        int sys = r < 0 ? errno : 0;
-        drop_pages(io, f, at, n);
-        if (r <= 0) return fail_read(f, run, got, sys, err);
-        got += r;
-        *taken += r;
-    }
-    return MC_OK;
-}
-
-/*   file   |....xxxxxxxx|xxxxxxxxxxxx|xxx.........|
- *          ^start ^offset             need^       ^span
- * A read may end early at the end of the file; that is fine once `need` is covered. */
-static int read_direct(mci_io *io, io_file *f, const mci_run *run, int64_t *taken, mc_error *err) {
-    int64_t lead = run->offset % MCI_IO_BLOCK, start = run->offset - lead;
-    int64_t need = lead + run->bytes, span = mci_round_up(need, MCI_IO_BLOCK), done = 0;
-    uint8_t *base = run->dst - lead;
-    while (done < need) {
-        int64_t at = done & -MCI_IO_BLOCK; /* a block that came in part is asked for again */
-        int64_t n = MCI_MIN(span - at, CALL_MAX);
-        int64_t r = call_read(io, f->direct_fd, base + at, n, start + at);
-        if (r < 0 && (errno == EINVAL || errno == EOPNOTSUPP || errno == ENOTSUP)) {
-            atomic_store(&f->direct, false);
-            break;
-        }
-        if (r < 0) return fail_read(f, run, MCI_MAX(done - lead, 0), errno, err);
-        *taken += r;
-        if (at + r <= done) break; /* the end of the file, or a block that never comes whole */
-        done = at + r;
-    }
-    return read_buffered(io, f, run, MCI_MAX(done - lead, 0), taken, err);
-}
-
-static io_file *get_file(mci_io *io, int32_t file) {
-    io_file *f = NULL;
-    pthread_mutex_lock(&io->lock);
-    if (file >= 0 && file < io->n_file) f = io->files[file];
-    pthread_mutex_unlock(&io->lock);
-    return f;
-}
-
-static int find_range(mci_io *io, const mci_run *run, io_file **f, mc_error *err) {
-    int64_t end;
-    if (!(*f = get_file(io, run->file)))
-        return mci_fail(err, MC_ERANGE, 0, "read: no file with id %d", run->file);
-    if (!mci_add(run->offset, run->bytes, &end) || end > INT64_MAX - MCI_IO_BLOCK)
-        return mci_fail(err, MC_ERANGE, 0, "%s: impossible range: %lld bytes at offset %lld",
-                        (*f)->path, (long long)run->bytes, (long long)run->offset);
-    return MC_OK;
-}
-
-static int read_run(mci_io *io, const mci_run *run, int64_t *taken, mc_error *err) {
-    io_file *f;
-    int rc = find_range(io, run, &f, err);
-    if (rc < 0) return rc;
-    /* memory that is not congruent to the file cannot take a direct read */
-    bool congruent = ((uintptr_t)run->dst - (uintptr_t)run->offset) % MCI_IO_BLOCK == 0;
-    if (congruent && atomic_load(&f->direct)) return read_direct(io, f, run, taken, err);
-    return read_buffered(io, f, run, 0, taken, err);
-}
-
-/* ---- lanes ----------------------------------------------------------------------------------- */
-
-static void append(mci_read *r, mci_read ***end) {
-    r->next = NULL;
-    **end = r;
-    *end = &r->next;
-}
-
-static mci_read *take(mci_read **list, mci_read ***end) {
-    mci_read *r = *list;
-    if (r && !(*list = r->next)) *end = list;
-    return r;
-}
+/* ---- one read -------------------------------------------------------------------------------- */
 
 /* Huge pages that exist before the read make direct reads several times faster than pages that
  * appear one by one. Clearing them takes as long as reading on some virtual machines, so it is done
@@ -165,136 +64,338 @@ static void prefault(uint8_t *p, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += MCI_IO_BLOCK) ((volatile uint8_t *)p)[i] = 0;
 }
 
+static void begin(mci_read *r) {
+    r->began = mci_now();
+    r->err.code = MC_OK;
+    r->bytes = 0;
+    r->found = false;
+    if (r->fresh) prefault(r->fresh, r->fresh_bytes);
+}
+
+/* The k-th run in this thread, after `done` bytes of its superset. */
+static void read_run(mci_io *io, mci_read *r, int k, int64_t done) {
+    mci_file *f;
+    if (mci_files_find(&io->files, &r->run[k], &f, &r->err) == MC_OK)
+        mci_file_read(f, &io->shim, &r->run[k], done, &r->bytes, &r->err);
+}
+
+/* All runs have come or failed; the seconds that took. */
+static double finish(mci_io *io, mci_read *r) {
+    double seconds = mci_now() - r->began;
+    for (int32_t i = 0; r->scan && i < r->n_run && r->err.code == MC_OK; i++) {
+        const mci_run *run = &r->run[i];
+        r->found |=
+            r->scan(run->dst ? run->dst : mci_io_at(io, run->file, run->offset), run->bytes);
+    }
+    return seconds;
+}
+
+/* ---- queue ----------------------------------------------------------------------------------- */
+
+static void append(mci_read *r, mci_read ***end) {
+    r->next = NULL;
+    **end = r;
+    *end = &r->next;
+}
+
+static mci_read *take(mci_read **list, mci_read ***end) {
+    mci_read *r = *list;
+    if (r && !(*list = r->next)) *end = list;
+    return r;
+}
+
+/* Under the lock: a counted read goes. */
+static void end_one(mci_io *io) {
+    if (io->count && --io->under_way == 0) io->stats.busy_s += mci_now() - io->busy_from;
+}
+
+/* Under the lock. */
+static void hand_back(mci_io *io, mci_read *r, double seconds) {
+    if (io->count) {
+        io->stats.reads++;
+        io->stats.bytes += r->bytes;
+        io->stats.read_s += seconds;
+    }
+    end_one(io);
+    append(r, &io->finished_end);
+    pthread_cond_signal(&io->done);
+}
+
 static void *lane_main(void *arg) {
-    mci_io *io = arg;
+    const lane *me = arg;
+    mci_io *io = me->io;
     bool ran = false;
     pthread_mutex_lock(&io->lock);
-    for (;;) {
-        while (!io->stop && !io->queue) pthread_cond_wait(&io->work, &io->lock);
-        if (io->stop) break;
+    while (!io->stop) {
+        if (io->ring || me->index >= io->active) {
+            pthread_cond_wait(&io->parked, &io->lock);
+            continue;
+        }
         mci_read *r = take(&io->queue, &io->queue_end);
+        if (!r) {
+            pthread_cond_wait(&io->work, &io->lock);
+            continue;
+        }
         io->stats.lanes_ran += !ran;
         ran = true;
         pthread_mutex_unlock(&io->lock);
-
-        double t0 = mci_now();
-        r->err.code = MC_OK;
-        r->bytes = 0;
-        if (r->fresh) prefault(r->fresh, r->fresh_bytes);
-        for (int32_t i = 0; i < r->n_run && r->err.code == MC_OK; i++)
-            read_run(io, &r->run[i], &r->bytes, &r->err);
-        t0 = mci_now() - t0;
-        r->found = false;
-        for (int32_t i = 0; r->scan && i < r->n_run && r->err.code == MC_OK; i++)
-            r->found |= r->scan(r->run[i].dst, r->run[i].bytes);
-
+        begin(r);
+        for (int32_t i = 0; i < r->n_run && r->err.code == MC_OK; i++) read_run(io, r, i, 0);
+        double seconds = finish(io, r);
         pthread_mutex_lock(&io->lock);
-        if (!io->loading) {
-            io->stats.reads++;
-            io->stats.bytes += r->bytes;
-            io->stats.read_s += t0;
-        }
-        append(r, &io->finished_end);
-        pthread_cond_signal(&io->done);
+        hand_back(io, r, seconds);
     }
     pthread_mutex_unlock(&io->lock);
     return NULL;
 }
 
-/* Under the lock. Lanes take no signals: Ctrl-C belongs to the program's own threads. */
-static int start_lanes(mci_io *io, mc_error *err) {
+/* ---- ring ------------------------------------------------------------------------------------ */
+
+/* Hands the runs to the kernel; what it or the file does not take is read here. true: nothing of
+ * the read is under way. */
+static bool ring_begin(mci_io *io, mci_read *r) {
+    mci_file *f;
+    begin(r);
+    r->left = 0;
+    for (int32_t k = 0; k < r->n_run && r->err.code == MC_OK; k++) {
+        const mci_run *run = &r->run[k];
+        int64_t lead = run->offset % MCI_IO_BLOCK, n = MCI_MIN(mci_run_span(run), MCI_IO_CALL);
+        if (mci_files_find(&io->files, run, &f, &r->err) < 0) break;
+        if (run->bytes && !io->shim.fn && mci_file_direct(f, run) &&
+            mci_ring_read(io->ring, f->direct_fd, run->dst - lead, n, run->offset - lead,
+                          (uint64_t)(uintptr_t)r | (uint64_t)k))
+            r->left++;
+        else
+            read_run(io, r, k, 0);
+    }
+    return r->left == 0;
+}
+
+/* A run came, whole, in part or not at all: the ordinary way gets the rest or the reason. true:
+ * nothing of the read is under way. */
+static bool ring_landed(mci_io *io, mci_read *r, int k, int64_t result) {
+    const mci_run *run = &r->run[k];
+    result = MCI_MAX(result, 0);
+    r->bytes += result;
+    if (result < run->offset % MCI_IO_BLOCK + run->bytes) {
+        pthread_mutex_lock(&io->lock);
+        io->stats.retried++;
+        pthread_mutex_unlock(&io->lock);
+        if (r->err.code == MC_OK) read_run(io, r, k, result);
+    }
+    return --r->left == 0;
+}
+
+static void *ring_main(void *arg) {
+    mci_io *io = arg;
+    int under_way = 0;
+    bool ran = false;
+    pthread_mutex_lock(&io->lock);
+    for (;;) {
+        mci_read *r = NULL;
+        if (!io->ring_stop && under_way < io->active) r = take(&io->queue, &io->queue_end);
+        if (!r && io->ring_stop && !under_way) break;
+        io->stats.lanes_ran += r && !ran;
+        ran |= r != NULL;
+        io->ring_sleeps = !r;
+        pthread_mutex_unlock(&io->lock);
+        double seconds;
+        if (r) {
+            bool done = ring_begin(io, r);
+            seconds = done ? finish(io, r) : 0;
+            pthread_mutex_lock(&io->lock);
+            under_way += !done;
+            if (done) hand_back(io, r, seconds);
+            continue;
+        }
+        mci_ring_wait(io->ring);
+        int64_t result;
+        for (uint64_t tag; (tag = mci_ring_next(io->ring, &result));) {
+            r = (mci_read *)(uintptr_t)(tag & ~(uint64_t)RUNS);
+            if (!ring_landed(io, r, (int)(tag & RUNS), result)) continue;
+            seconds = finish(io, r);
+            under_way--;
+            pthread_mutex_lock(&io->lock);
+            hand_back(io, r, seconds);
+            pthread_mutex_unlock(&io->lock);
+        }
+        pthread_mutex_lock(&io->lock);
+    }
+    pthread_mutex_unlock(&io->lock);
+    return NULL;
+}
+
+static int open_ring(mci_io *io, mc_error *err) {
+    mci_ring *ring;
+    if (io->ring) return MC_OK;
+    int rc = mci_ring_open(RUNS * io->most, &ring, err);
+    pthread_mutex_lock(&io->lock);
+    io->ring = ring;
+    pthread_mutex_unlock(&io->lock);
+    return rc;
+}
+
+/* The reads that it has begun end first. */
+static void close_ring(mci_io *io) {
+    if (!io->ring) return;
+    pthread_mutex_lock(&io->lock);
+    io->ring_stop = true;
+    pthread_mutex_unlock(&io->lock);
+    mci_ring_wake(io->ring);
+    if (io->ring_runs) pthread_join(io->ring_thread, NULL);
+    mci_ring_close(io->ring);
+    pthread_mutex_lock(&io->lock);
+    io->ring_runs = io->ring_stop = false;
+    io->ring = NULL;
+    pthread_mutex_unlock(&io->lock);
+}
+
+/* ---- create, threads, free ------------------------------------------------------------------- */
+
+int mci_io_mode(int mode, mc_error *err) {
+    mci_ring *ring = NULL;
+    int rc = MC_OK;
+    if (mode < MC_IO_AUTO || mode > MC_IO_MMAP)
+        return mci_fail(err, MC_EINVAL, 0, "io: unknown mode %d", mode);
+    if (mode == MC_IO_URING && (rc = mci_ring_open(1, &ring, err)) == MC_OK) mci_ring_close(ring);
+    return rc;
+}
+
+int mci_io_most(int mode) { return (void)mode, LANES_BUFFERED; }
+
+/* Under the lock. Threads here take no signals: Ctrl-C belongs to the program's own. */
+static int start_threads(mci_io *io, mc_error *err) {
     pthread_attr_t attr;
     sigset_t all, old;
     int rc = 0;
-    if (io->started == io->lanes) return MC_OK;
+    if (io->ring ? io->ring_runs : io->started >= io->active) return MC_OK;
     pthread_attr_init(&attr);
     pthread_attr_setstacksize(&attr, (size_t)MCI_MAX(LANE_STACK, sysconf(_SC_THREAD_STACK_MIN)));
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &old);
-    while (io->started < io->lanes && rc == 0) {
-        rc = pthread_create(&io->thread[io->started], &attr, lane_main, io);
+    if (io->ring) {
+        rc = pthread_create(&io->ring_thread, &attr, ring_main, io);
+        io->ring_runs = rc == 0;
+    }
+    while (!io->ring && io->started < io->active && rc == 0) {
+        lane *l = &io->lane[io->started];
+        *l = (lane){.io = io, .index = io->started};
+        rc = pthread_create(&l->thread, &attr, lane_main, l);
         if (rc == 0) io->started++;
     }
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     pthread_attr_destroy(&attr);
     if (rc)
-        return mci_fail(err, MC_ESYS, rc, "reader thread %d of %d: %s", io->started + 1, io->lanes,
+        return mci_fail(err, MC_ESYS, rc, "reader thread %d of %d: %s", io->started + 1, io->active,
                         strerror(rc));
     return MC_OK;
 }
 
 int mci_io_create(int mode, int lanes, mci_io **out, mc_error *err) {
     mci_io *io;
+    int rc = MC_OK;
     *out = NULL;
-    if (mode < MC_IO_AUTO || mode > MC_IO_DIRECT || lanes < 0)
+    if (mode < MC_IO_AUTO || mode > MC_IO_MMAP || lanes < 0)
         return mci_fail(err, MC_EINVAL, 0, "io: unknown mode %d or %d lanes", mode, lanes);
     if (!(io = calloc(1, sizeof *io))) return mci_fail(err, MC_ENOMEM, 0, "io: out of memory");
-    io->mode = mode;
-    io->lanes = lanes ? lanes : mode == MC_IO_PREAD ? 4 : 2;
-    io->page = sysconf(_SC_PAGESIZE);
+    io->asked = mode;
+    io->mode = mode == MC_IO_AUTO ? MC_IO_DIRECT : mode;
+    io->given = lanes > 0;
+    io->most = lanes ? lanes : mci_io_most(mode);
+    io->active = !lanes && io->mode == MC_IO_DIRECT ? LANES_DIRECT : io->most;
+    io->count = true;
     io->queue_end = &io->queue;
     io->finished_end = &io->finished;
-    io->thread = calloc((size_t)io->lanes, sizeof *io->thread);
-    io->pieces = calloc((size_t)io->lanes * 2, sizeof *io->pieces);
+    io->lane = calloc((size_t)io->most, sizeof *io->lane);
+    mci_files_init(&io->files, mode != MC_IO_PREAD, mode == MC_IO_MMAP);
     pthread_mutex_init(&io->lock, NULL);
     pthread_cond_init(&io->work, NULL);
+    pthread_cond_init(&io->parked, NULL);
     pthread_cond_init(&io->done, NULL);
-    if (!io->thread || !io->pieces) {
+    if (!io->lane)
+        rc = mci_fail(err, MC_ENOMEM, 0, "io: out of memory");
+    else if (mode == MC_IO_URING)
+        rc = open_ring(io, err);
+    if (rc < 0) {
         mci_io_free(io);
-        return mci_fail(err, MC_ENOMEM, 0, "io: out of memory");
+        return rc;
     }
     *out = io;
     return MC_OK;
 }
 
-static void free_file(io_file *f) {
-    if (f->fd >= 0) close(f->fd);
-    if (f->direct_fd >= 0) close(f->direct_fd);
-    free(f->path);
-    free(f);
-}
-
 void mci_io_free(mci_io *io) {
     if (!io) return;
+    close_ring(io);
     pthread_mutex_lock(&io->lock);
     io->stop = true;
     pthread_cond_broadcast(&io->work);
+    pthread_cond_broadcast(&io->parked);
     pthread_mutex_unlock(&io->lock);
-    for (int i = 0; i < io->started; i++) pthread_join(io->thread[i], NULL);
+    for (int i = 0; i < io->started; i++) pthread_join(io->lane[i].thread, NULL);
     /* only now: a lane might have been inside pread on these */
-    for (int32_t i = 0; i < io->n_file; i++) free_file(io->files[i]);
+    mci_files_close(&io->files);
     pthread_cond_destroy(&io->work);
+    pthread_cond_destroy(&io->parked);
     pthread_cond_destroy(&io->done);
     pthread_mutex_destroy(&io->lock);
-    free(io->files);
-    free(io->thread);
-    free(io->pieces);
+    free(io->lane);
     free(io);
 }
 
-int mci_io_lanes(mci_io *io) { return io->lanes; }
+int mci_io_use(mci_io *io, int mode, int lanes, mc_error *err) {
+    int rc = MC_OK;
+    if (io->outstanding || lanes < 1 || lanes > io->most ||
+        (mode != MC_IO_DIRECT && mode != MC_IO_URING))
+        return mci_fail(err, MC_EINVAL, 0, "io: mode %d with %d lanes, %lld reads outstanding",
+                        mode, lanes, (long long)io->outstanding);
+    if (mode != MC_IO_URING)
+        close_ring(io);
+    else if ((rc = open_ring(io, err)) < 0)
+        return rc;
+    pthread_mutex_lock(&io->lock);
+    io->mode = mode;
+    io->active = lanes;
+    pthread_cond_broadcast(&io->work);
+    pthread_cond_broadcast(&io->parked);
+    pthread_mutex_unlock(&io->lock);
+    return rc;
+}
+
+int mci_io_lanes(mci_io *io) { return io->most; }
+int mci_io_asked(const mci_io *io) { return io->asked; }
+bool mci_io_lanes_given(const mci_io *io) { return io->given; }
+
+/* ---- submit, next ---------------------------------------------------------------------------- */
 
 int mci_io_submit(mci_io *io, mci_read *r, mc_error *err) {
     pthread_mutex_lock(&io->lock);
-    int rc = start_lanes(io, err);
+    int rc = start_threads(io, err);
     if (rc == MC_OK) {
         append(r, &io->queue_end);
         io->outstanding++;
-        pthread_cond_signal(&io->work);
+        if (io->count && io->under_way++ == 0) io->busy_from = mci_now();
+        io->stats.depth = MCI_MAX(io->stats.depth, io->under_way);
+        if (!io->ring)
+            pthread_cond_signal(&io->work);
+        else if (io->ring_sleeps)
+            mci_ring_wake(io->ring);
+        io->ring_sleeps = false;
     }
     pthread_mutex_unlock(&io->lock);
     return rc;
 }
 
 bool mci_io_withdraw(mci_io *io, mci_read *r) {
-    bool found = false;
     pthread_mutex_lock(&io->lock);
-    for (mci_read **p = &io->queue; *p && !found; p = found ? p : &(*p)->next)
-        if (*p == r) {
-            found = true;
-            if (!(*p = r->next)) io->queue_end = p;
-            io->outstanding--;
-        }
+    mci_read **at = &io->queue;
+    while (*at && *at != r) at = &(*at)->next;
+    bool found = *at != NULL;
+    if (found) {
+        if (!(*at = r->next)) io->queue_end = at;
+        end_one(io);
+        if (--io->outstanding == 0) pthread_cond_broadcast(&io->done);
+    }
     pthread_mutex_unlock(&io->lock);
     return found;
 }
@@ -310,158 +411,75 @@ mci_read *mci_io_next(mci_io *io, bool wait) {
 
 /* ---- files ----------------------------------------------------------------------------------- */
 
-/* What the file system says about direct reads, then what it does. */
-static bool direct_works(int fd) {
-#ifdef STATX_DIOALIGN
-    struct statx sx;
-    if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &sx) == 0 && (sx.stx_mask & STATX_DIOALIGN) &&
-        (sx.stx_dio_offset_align == 0 || sx.stx_dio_offset_align > MCI_IO_BLOCK ||
-         sx.stx_dio_mem_align > MCI_IO_BLOCK))
-        return false;
-#endif
-    void *block = aligned_alloc(MCI_IO_BLOCK, MCI_IO_BLOCK);
-    ssize_t r = -1;
-    if (block) do
-            r = pread(fd, block, MCI_IO_BLOCK, 0);
-        while (r < 0 && errno == EINTR);
-    free(block);
-    return r >= 0;
-}
-
-/* -1: no. The path may lead to another file by now, so the two descriptors are compared. */
-static int open_direct(const char *path, int flags, const struct stat *st) {
-    struct stat other;
-    int fd = open(path, flags | O_DIRECT);
-    if (fd < 0) return -1;
-    if (fstat(fd, &other) == 0 && other.st_dev == st->st_dev && other.st_ino == st->st_ino &&
-        direct_works(fd))
-        return fd;
-    close(fd);
-    return -1;
-}
-
-static int open_file(const mci_io *io, const char *path, io_file **out, mc_error *err) {
-    /* O_NONBLOCK: opening a pipe by mistake must not hang; it means nothing to a regular file */
-    int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, rc = MC_OK;
-    struct stat st;
-    io_file *f = calloc(1, sizeof *f);
-    if (!f) return mci_fail(err, MC_ENOMEM, 0, "%s: out of memory", path);
-    f->direct_fd = -1;
-    f->fd = open(path, flags);
-    if (f->fd < 0 || fstat(f->fd, &st) < 0)
-        rc = mci_fail(err, MC_EIO, errno, "%s: %s", path, strerror(errno));
-    else if (!S_ISREG(st.st_mode))
-        rc = mci_fail(err, MC_EINVAL, 0, "%s: not a regular file", path);
-    else if (!(f->path = strdup(path)))
-        rc = mci_fail(err, MC_ENOMEM, 0, "%s: out of memory", path);
-    if (rc < 0) {
-        free_file(f);
-        return rc;
-    }
-    f->size = st.st_size;
-    posix_fadvise(f->fd, 0, 0, POSIX_FADV_RANDOM);
-    if (io->mode != MC_IO_PREAD) f->direct_fd = open_direct(path, flags, &st);
-    atomic_init(&f->direct, f->direct_fd >= 0);
-    *out = f;
-    return MC_OK;
-}
-
-/* Under the lock. */
-static bool add_file(mci_io *io, io_file *f) {
-    if (io->n_file == io->room) {
-        int32_t room = io->room ? 2 * io->room : 16;
-        io_file **t = room > INT32_MAX / 2 ? NULL : realloc(io->files, (size_t)room * sizeof *t);
-        if (!t) return false;
-        io->files = t;
-        io->room = room;
-    }
-    io->files[io->n_file++] = f;
-    return true;
-}
-
 int mci_io_open(mci_io *io, const char *path, mc_error *err) {
-    io_file *f = NULL;
-    int32_t id;
-    pthread_mutex_lock(&io->lock);
-    for (id = 0; id < io->n_file; id++)
-        if (!strcmp(io->files[id]->path, path)) break;
-    int rc = id < io->n_file ? MC_OK : open_file(io, path, &f, err);
-    if (f && !add_file(io, f)) {
-        free_file(f);
-        rc = mci_fail(err, MC_ENOMEM, 0, "%s: out of memory", path);
-    }
+    int id = mci_files_open(&io->files, path, err);
+    if (id < 0 || io->given || mci_io_direct(io, id)) return id;
+    pthread_mutex_lock(&io->lock); /* buffered reads gain from more lanes than direct ones */
+    if (io->mode == MC_IO_DIRECT) io->active = LANES_BUFFERED;
     pthread_mutex_unlock(&io->lock);
-    return rc < 0 ? rc : id;
+    return id;
 }
 
 int64_t mci_io_size(mci_io *io, int32_t file) {
-    const io_file *f = get_file(io, file);
+    const mci_file *f = mci_files_get(&io->files, file);
     return f ? f->size : -1;
 }
 
 const char *mci_io_path(mci_io *io, int32_t file) {
-    const io_file *f = get_file(io, file);
+    const mci_file *f = mci_files_get(&io->files, file);
     return f ? f->path : "(no file)";
 }
 
-/* ---- reads that wait ------------------------------------------------------------------------- */
+bool mci_io_direct(mci_io *io, int32_t file) {
+    mci_file *f = mci_files_get(&io->files, file);
+    return f && atomic_load(&f->direct);
+}
 
-/* Pieces end at multiples of PIECE in the file, so that no two lanes write one block of memory. */
-int mci_io_load(mci_io *io, const mci_run *run, mc_error *err) {
-    io_file *f;
-    mci_read *r, *spare = NULL, **spare_end = &spare;
-    int64_t worst = INT64_MAX;
-    int rc = find_range(io, run, &f, err);
-    if (rc < 0) return rc;
-    for (int i = 0; i < 2 * io->lanes; i++) append(&io->pieces[i], &spare_end);
+const uint8_t *mci_io_at(mci_io *io, int32_t file, int64_t offset) {
+    const mci_file *f = mci_files_get(&io->files, file);
+    return f && f->map ? f->map + offset : NULL;
+}
+
+int mci_io_check(mci_io *io, int32_t file, mc_error *err) {
+    const mci_file *f = mci_files_get(&io->files, file);
+    return f && f->map ? mci_file_check(f, err) : MC_OK;
+}
+
+void mci_io_count(mci_io *io, bool count) {
     pthread_mutex_lock(&io->lock);
-    io->loading = true; /* the counters are about experts */
+    io->count = count;
     pthread_mutex_unlock(&io->lock);
-    for (int64_t at = run->offset, end = at + run->bytes;;) {
-        while (at < end && rc == MC_OK && (r = take(&spare, &spare_end))) {
-            int64_t n = MCI_MIN(end, (at / PIECE + 1) * PIECE) - at;
-            *r = (mci_read){
-                .run = {{run->file, at, n, run->dst + (at - run->offset)}}, .n_run = 1, .tag = at};
-            if ((rc = mci_io_submit(io, r, err)) == MC_OK) at += n;
-        }
-        if (!(r = mci_io_next(io, true))) break;
-        if (r->err.code < 0 && r->tag < worst) { /* the lowest offset, whatever came first */
-            worst = r->tag;
-            rc = r->err.code;
-            if (err) *err = r->err;
-        }
-        append(r, &spare_end);
-    }
-    pthread_mutex_lock(&io->lock);
-    io->loading = false;
-    pthread_mutex_unlock(&io->lock);
-    return rc;
 }
 
 int mci_io_fetch(mci_io *io, int32_t file, int64_t offset, int64_t bytes, void *dst,
                  mc_error *err) {
     mci_run run = {file, offset, bytes, dst};
-    int64_t taken = 0;
-    io_file *f;
-    int rc = find_range(io, &run, &f, err);
-    return rc < 0 ? rc : read_buffered(io, f, &run, 0, &taken, err);
+    mci_file *f;
+    int rc = mci_files_find(&io->files, &run, &f, err);
+    return rc < 0 ? rc : mci_file_fetch(f, &io->shim, &run, err);
 }
 
 void mci_io_get_stats(mci_io *io, mci_io_stats *out) {
     pthread_mutex_lock(&io->lock);
     *out = io->stats;
-    out->lanes = io->lanes;
-    for (int32_t i = 0; i < io->n_file; i++)
-        if (atomic_load(&io->files[i]->direct))
-            out->files_direct++;
-        else
-            out->files_pread++;
+    if (io->under_way) out->busy_s += mci_now() - io->busy_from;
+    out->lanes = io->active;
+    mci_file *f;
+    for (int32_t i = 0; (f = mci_files_get(&io->files, i)); i++) {
+        bool direct = atomic_load(&f->direct);
+        out->files_direct += direct;
+        out->files_pread += !direct;
+        if (!direct && io->asked != MC_IO_PREAD && !out->note[0])
+            snprintf(out->note, sizeof out->note, "direct reads refused (%s), read by pread: %s",
+                     strerror(atomic_load(&f->refusal)), f->path);
+    }
+    out->mode = io->mode;
+    if (out->mode != MC_IO_MMAP && out->files_pread && !out->files_direct) out->mode = MC_IO_PREAD;
     pthread_mutex_unlock(&io->lock);
 }
 
 void mci_io_inject(mci_io *io, mci_pread_fn *fn, void *ctx) {
     pthread_mutex_lock(&io->lock);
-    io->fn = fn;
-    io->fn_ctx = ctx;
+    io->shim = (mci_shim){fn, ctx};
     pthread_mutex_unlock(&io->lock);
 }

@@ -1,35 +1,18 @@
-/* io.h - reads of byte ranges: open files, reader lanes (threads), honest errors. It knows nothing
- * of experts or dtypes.
+/* io.h - reads of byte ranges: open files, a queue, the threads that serve it, honest errors. It
+ * knows nothing of experts or dtypes.
  *
- * Two ways to read, chosen per file when it is opened:
- *   direct  O_DIRECT: the 4 KiB-aligned superset of a range goes straight into memory. Nothing
- *           stays in the page cache. Alignment is probed; a file system that refuses is read by
- *           pread.
- *   pread   POSIX_FADV_RANDOM on the descriptor, pread of the exact range, then
- *           POSIX_FADV_DONTNEED over the page-rounded range. Without both, edge pages and readahead
- *           stay in the page cache and break the memory budget.
- * EINTR and short reads loop; one system call asks for at most 1 GiB. End of file before the range
- * is complete is MC_EIO with path, offset, wanted and got. */
+ * Modes (io_file.h says how a range is read):
+ *   direct  lanes (threads), each with one read at a time; buffered where a file system refuses
+ *   pread   the same, always buffered
+ *   uring   one thread that keeps several direct reads in a ring of the kernel; files that refuse
+ *           direct reads are read buffered by that thread
+ *   mmap    files are mapped; a submitted run with dst NULL makes its pages exist in the mapping
+ *   auto    direct, until mci_io_use changes it */
 #ifndef MCI_IO_H
 #define MCI_IO_H
-#include "base.h"
-
-#define MCI_IO_BLOCK 4096 /* alignment of direct reads */
+#include "io_file.h"
 
 typedef struct mci_io mci_io;
-
-/* A contiguous range. dst is where the byte at `offset` goes, congruent to offset modulo
- * MCI_IO_BLOCK, and the whole aligned superset of the range must be writable around it:
- *
- *   file   |....xxxxxxxx|xxxxxxxxxxxx|xxx.........|     x: the range, | : multiples of 4096
- *   memory |????xxxxxxxx|xxxxxxxxxxxx|xxx?????????|     ?: may be overwritten
- *               ^dst
- */
-typedef struct mci_run {
-    int32_t file;
-    int64_t offset, bytes;
-    uint8_t *dst;
-} mci_run;
 
 typedef struct mci_read {
     mci_run run[3]; /* gate, up, down at worst; ranges that touch are one */
@@ -41,33 +24,64 @@ typedef struct mci_read {
     /* NULL, or called by the lane, outside read_s, on the bytes of each run (gaps between matrices
      * included) once all were read */
     bool (*scan)(const uint8_t *p, int64_t n);
-    bool found;     /* scan was true of some run */
-    mc_error err;   /* code 0: complete */
-    int64_t bytes;  /* taken from the file, superset included */
+    bool found;    /* scan was true of some run */
+    mc_error err;  /* code 0: complete */
+    int64_t bytes; /* taken from the file, superset included */
     struct mci_read *next;
+    double began; /* by the ring: when it was taken up, */
+    int32_t left; /* and runs still under way */
 } mci_read;
 
-/* Counts submitted reads (experts), not mci_io_load and mci_io_fetch. */
+/* Counts submitted reads (experts), not mci_io_load, mci_io_fetch and what mci_io_count hides. */
 typedef struct mci_io_stats {
     int64_t reads, bytes;
-    double read_s; /* summed over lanes */
-    int32_t lanes, lanes_ran, files_direct, files_pread;
+    double read_s; /* summed over reads, each from its beginning to its end */
+    double busy_s; /* wall time during which a read was submitted and not finished */
+    int32_t mode;  /* really in use: MC_IO_PREAD where every file refused direct reads */
+    int32_t lanes; /* reads that may be under way at once: threads, or places in the ring */
+    int32_t lanes_ran, files_direct, files_pread; /* threads that read */
+    int64_t retried; /* runs that a ring did not bring whole, so that its thread read the rest */
+    int32_t depth;   /* the largest number of reads submitted and not finished */
+    char note[256];  /* why a file that was to be read directly is not; "" where none */
 } mci_io_stats;
 
-/* mode MC_IO_...; lanes 0: 2 when direct (auto included), 4 for pread. Lane threads start with the
- * first submit. */
+/* Whether this system can do a mode at all; MC_ESYS: why not. */
+int mci_io_mode(int mode, mc_error *err);
+/* Reads at once that memory is to be planned for, of a mode whose number of lanes is not given. */
+int mci_io_most(int mode);
+/* lanes: reads under way at once (threads, for uring the depth of its ring); 0: 2 while direct
+ * reads work, 4 buffered and mapped, 4 for uring. Threads start with the first submit. MC_ESYS:
+ * uring is asked for and not there. */
 int mci_io_create(int mode, int lanes, mci_io **out, mc_error *err);
-/* Waits for reads in progress, joins the lanes, then closes the files. */
+/* Waits for reads in progress, stops the threads, then closes the files. */
 void mci_io_free(mci_io *io);
+/* Goes on in another mode (direct or uring) with so many lanes, at most mci_io_lanes. For auto, and
+ * while no read is outstanding. MC_ESYS: no uring here. */
+int mci_io_use(mci_io *io, int mode, int lanes, mc_error *err);
+/* Whether reads submitted from now on enter the counters; while no read is outstanding. */
+void mci_io_count(mci_io *io, bool count);
 /* Returns the file's id. The same path twice gives the same id. Not a regular file: MC_EINVAL. */
 int mci_io_open(mci_io *io, const char *path, mc_error *err);
 int64_t mci_io_size(mci_io *io, int32_t file); /* -1: no such file */
 const char *mci_io_path(mci_io *io, int32_t file);
+bool mci_io_direct(mci_io *io, int32_t file); /* it is read directly */
+/* Reads that may ever be under way at once: lanes as given, or mci_io_most. */
 int mci_io_lanes(mci_io *io);
+int mci_io_asked(const mci_io *io); /* the mode given to create */
+bool mci_io_lanes_given(const mci_io *io);
+
+/* The byte of a mapped file at `offset`, until mci_io_free; NULL: not mapped. It can be read once a
+ * submitted run that holds it is complete; should memory run short, the kernel drops such pages and
+ * the next touch reads them again. */
+const uint8_t *mci_io_at(mci_io *io, int32_t file, int64_t offset);
+/* MC_EIO when a mapped file has become shorter: touching what is gone would end the process. It
+ * cannot see a file that shrinks after the call, nor a disk that fails under a dropped page. */
+int mci_io_check(mci_io *io, int32_t file, mc_error *err);
 
 /* Queues a read; the caller owns *r until it is handed back by mci_io_next. FIFO. */
 int mci_io_submit(mci_io *io, mci_read *r, mc_error *err);
-/* Takes back a read that no lane has begun: it will not be handed back. false: too late. */
+/* Takes back a submitted read that no lane has begun. true: it is the caller's again and never
+ * handed back by mci_io_next. false: too late. */
 bool mci_io_withdraw(mci_io *io, mci_read *r);
 /* A finished read (r->err.code tells how it ended); wait: block until there is one. NULL: none is
  * finished (wait false) or none is outstanding. */
@@ -81,7 +95,7 @@ int mci_io_load(mci_io *io, const mci_run *run, mc_error *err);
 int mci_io_fetch(mci_io *io, int32_t file, int64_t offset, int64_t bytes, void *dst, mc_error *err);
 void mci_io_get_stats(mci_io *io, mci_io_stats *out);
 
-/* For tests: replaces pread for this io (NULL restores), to inject short reads and errors. */
-typedef int64_t mci_pread_fn(void *ctx, int fd, void *buf, int64_t n, int64_t off);
+/* For tests: replaces pread for this io (NULL restores), to inject short reads and errors. While it
+ * is set, the ring and the mappings are read through it too. */
 void mci_io_inject(mci_io *io, mci_pread_fn *fn, void *ctx);
 #endif

@@ -88,11 +88,18 @@ typedef struct mc_expert {
 
 typedef struct mc_engine mc_engine;
 
-enum { MC_IO_AUTO = 0, MC_IO_PREAD = 1, MC_IO_DIRECT = 2 };
+enum { MC_IO_AUTO = 0, MC_IO_PREAD = 1, MC_IO_DIRECT = 2, MC_IO_URING = 3, MC_IO_MMAP = 4 };
 
+/* How experts are read; dense weights always come into memory of their own.
+ *   direct  O_DIRECT past the page cache; a file system that refuses is read by pread
+ *   pread   through the page cache, which is emptied of it at once
+ *   uring   direct reads kept in a ring of the kernel by one thread (io_uring)
+ *   mmap    experts stay in mapped files: all of them must fit the budget
+ *   auto    direct or uring with 1, 2 or 4 lanes, whichever a few reads of experts at mc_store_open
+ *           show to be the fastest; the simpler one where they differ by less than a tenth */
 typedef struct mc_engine_opts {
     int32_t threads;   /* compute threads, 1..256 */
-    int32_t lanes;     /* reader threads, 1..64; 0: 2 for direct, 4 for pread */
+    int32_t lanes;     /* reads under way at once, 1..64; 0: the mode's own number */
     int32_t io;        /* MC_IO_... */
     int64_t budget;    /* bytes the engine may allocate in all; 0: no limit */
     const char *isa;   /* kernel set by name (mc_engine_isas); NULL: the best */
@@ -100,8 +107,14 @@ typedef struct mc_engine_opts {
 
 int mc_engine_create(const mc_engine_opts *opts, mc_engine **out, mc_error *err);
 void mc_engine_free(mc_engine *e);
-/* Opens a file for reading and returns its id (>= 0). With MC_IO_AUTO a file system that refuses
- * direct reads is read buffered; mc_stats says how many files are read each way. */
+/* MC_OK where this system can read in a mode; MC_ESYS: it has no io_uring, the message says why.
+ * mc_engine_create refuses such a mode the same way. */
+int mc_io_mode(int32_t mode, mc_error *err);
+/* Reads that may be under way at once in a mode with opts.lanes 0: for each of them the store has a
+ * slab beside its slots (none for mmap). */
+int mc_io_most(int32_t mode);
+/* Opens a file for reading and returns its id (>= 0). Where a file system refuses direct reads it
+ * is read buffered: mc_stats says how many files are read each way, and why. */
 int mc_engine_file(mc_engine *e, const char *path, mc_error *err);
 /* Makes the step in progress end with MC_ECANCEL at its next layer or expert (on = 1); on = 0
  * clears it. Safe from any thread and from a signal handler. */
@@ -110,6 +123,10 @@ void mc_engine_cancel(mc_engine *e, int on);
 const char *mc_engine_isas(void);
 /* Features of this CPU and OS as words ("avx2 fma f16c ..."). */
 const char *mc_engine_cpu(void);
+/* How this was compiled, in words that commas part: "gcc 12.2.0, optimized". Others are "not
+ * optimized", "fast-math" (its results are no longer the canonical ones), "sanitized", and "AVX
+ * everywhere" (-march: it ends with SIGILL on a CPU without AVX). */
+const char *mc_engine_build(void);
 /* NULL where this build and machine have a GPU tier; otherwise the reason why not. */
 const char *mc_engine_gpu(void);
 
@@ -124,13 +141,21 @@ typedef struct mc_stats {
     int64_t ahead_reads, ahead_used;      /* experts read ahead; those that the next line needed */
     int64_t expert_rows;                  /* token-expert pairs computed */
     double read_s;                        /* sum over lanes of time inside reads */
+    double busy_s;                        /* wall time with a read under way: bytes_read / busy_s
+                                             is the speed reached */
     double wait_s;                        /* compute standing still for reads */
     double moe_s;                         /* time inside mc_moe_forward */
     int64_t slots;                        /* cache capacity now, in experts */
     int64_t slab_bytes;
     int32_t threads, threads_ran;         /* compute threads; how many of them took work so far */
-    int32_t lanes, lanes_ran;
+    int32_t io;                           /* MC_IO_... really in use */
+    int32_t lanes, lanes_ran;             /* reads under way at once; threads that read so far */
+    int32_t depth;                        /* the most reads submitted and not finished */
     int32_t ahead_on;                     /* reading ahead: 1 in use (or on trial) just now */
+    int32_t tried;                        /* ways to read that auto measured, in this order: */
+    int32_t tried_io[8], tried_lanes[8];
+    double tried_gbs[8];                  /* GB/s */
+    char io_note[256];                    /* why files are not read directly; "" where they are */
     int32_t files_direct, files_pread;
     const char *isa;                      /* static */
     const char *policy;                   /* static; NULL before a store exists */
@@ -292,8 +317,10 @@ void mc_store_free(mc_store *s);
 int64_t mc_expert_slab(const mc_expert *experts, int64_t n, int64_t *scale_bytes);
 /* slots: experts the cache may hold: in all, or per layer for MC_POLICY_LAYER_LRU. ahead: slabs for
  * experts that the router of the next layer names beforehand (0: no reading ahead; more than 0: the
- * store tries it now and then and does it while it pays). Allocates slots + transit slabs (as many
- * as lanes) + ahead. Under the hard floor (top_k slots, or 1 per layer): MC_EBUDGET. */
+ * store tries it now and then and does it while it pays). Allocates slots + transit slabs
+ * (mc_io_most, or lanes where given) + ahead; MC_IO_MMAP allocates nothing, counts the slots as
+ * memory now and needs one for each expert. Under the hard floor (top_k slots, or 1 per layer):
+ * MC_EBUDGET. MC_IO_AUTO measures now. */
 int mc_store_open(mc_store *s, int64_t slots, int32_t ahead, mc_error *err);
 /* Changes the capacity of an open store, down to the floor and up to what it was opened with. */
 int mc_store_resize(mc_store *s, int64_t slots, mc_error *err);

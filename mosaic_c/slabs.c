@@ -11,24 +11,27 @@ enum {
 /* flags: its pages exist; scratch of settle; no FP8 code in it is a NaN */
 enum { WARM = 1, USED = 2, NO_NAN = 4 };
 
-int mci_slabs_open(mci_slabs *s, mc_engine *e, int64_t n, int64_t bytes, mc_error *err) {
+int mci_slabs_open(mci_slabs *s, mc_engine *e, int64_t n, int64_t bytes, bool mapped,
+                   mc_error *err) {
     int64_t arena;
     int rc;
     if (n > INT32_MAX || !mci_mul(n, bytes, &arena))
         return mci_fail(err, MC_EBUDGET, 0, "expert cache: %lld slabs of %lld bytes", (long long)n,
                         (long long)bytes);
-    if (arena < OWN_MAPPING) arena += MCI_IO_BLOCK; /* room to align: it may start anywhere */
+    if (arena < OWN_MAPPING && !mapped) arena += MCI_IO_BLOCK; /* room to align its start */
     *s = (mci_slabs){.e = e, .bytes = bytes, .n = (int32_t)n, .limit = (int32_t)n};
     s->table_bytes = n * (int64_t)(sizeof *s->free + sizeof *s->flags);
     if ((rc = mci_alloc(&e->mem, MC_MEM_META, s->table_bytes, "slab table", &s->table, err)) < 0)
         return rc;
-    if ((rc = mci_alloc(&e->mem, MC_MEM_CACHE, arena, "expert cache", &s->arena_mem, err)) < 0) {
+    rc = mapped ? mci_recount(&e->mem, MC_MEM_CACHE, arena, "mapped experts", err)
+                : mci_alloc(&e->mem, MC_MEM_CACHE, arena, "expert cache", &s->arena_mem, err);
+    if (rc < 0) {
         mci_slabs_close(s);
         return rc;
     }
     s->arena_bytes = arena;
     s->arena = s->arena_mem;
-    s->arena += -(uintptr_t)s->arena % MCI_IO_BLOCK;
+    if (s->arena) s->arena += -(uintptr_t)s->arena % MCI_IO_BLOCK;
     s->free = s->table;
     s->flags = (uint8_t *)(s->free + n);
     for (int32_t i = s->n; i-- > 0;) s->free[s->n_free++] = i;
@@ -39,17 +42,20 @@ void mci_slabs_close(mci_slabs *s) {
     if (!s->e) return;
     mci_release(&s->e->mem, MC_MEM_META, s->table, s->table_bytes);
     mci_release(&s->e->mem, MC_MEM_CACHE, s->arena_mem, s->arena_bytes);
+    if (!s->arena_mem) mci_recount(&s->e->mem, MC_MEM_CACHE, -s->arena_bytes, "", NULL);
     /* what was given back is not counted, and the release took off all */
     if (s->arena_mem) mci_recount(&s->e->mem, MC_MEM_CACHE, s->given_back, "expert cache", NULL);
     *s = (mci_slabs){.e = NULL};
 }
 
-uint8_t *mci_slabs_at(const mci_slabs *s, int32_t slab) { return s->arena + slab * s->bytes; }
+uint8_t *mci_slabs_at(const mci_slabs *s, int32_t slab) {
+    return s->arena ? s->arena + slab * s->bytes : NULL;
+}
 
 int32_t mci_slabs_take(mci_slabs *s, bool *fresh) {
     if (!s->n_free) return -1;
     int32_t slab = s->free[--s->n_free];
-    *fresh = !(s->flags[slab] & WARM);
+    *fresh = s->arena && !(s->flags[slab] & WARM);
     s->flags[slab] |= WARM;
     return slab;
 }

@@ -17,8 +17,11 @@ typedef struct mci_slabs {
     int64_t given_back; /* bytes of the arena that a shrink returned to the system */
 } mci_slabs;
 
-/* n slabs of `bytes` each, in huge pages, none touched. On failure nothing is owned. */
-int mci_slabs_open(mci_slabs *s, mc_engine *e, int64_t n, int64_t bytes, mc_error *err);
+/* n slabs of `bytes` each, in huge pages, none touched. mapped: no memory, the slabs stand for
+ * bytes of mapped files, which count as if they were; mci_slabs_at gives NULL, nothing is fresh. On
+ * failure nothing is owned. */
+int mci_slabs_open(mci_slabs *s, mc_engine *e, int64_t n, int64_t bytes, bool mapped,
+                   mc_error *err);
 void mci_slabs_close(mci_slabs *s);
 uint8_t *mci_slabs_at(const mci_slabs *s, int32_t slab);
 /* A free slab, -1: none. *fresh: its pages do not exist yet, but are about to. */

@@ -14,6 +14,7 @@
 #include <stdlib.h>
 
 #include "ahead.h"
+#include "measure.h"
 #include "policy.h"
 
 enum {
@@ -174,8 +175,19 @@ static int64_t capacity(const mc_store *s, int64_t slots) {
     return per_layer(s) ? slots * s->n_layer : slots;
 }
 
+static bool mapped(const mc_store *s) { return mci_io_asked(s->e->io) == MC_IO_MMAP; }
+
+/* Slabs for so many slots: mapped experts have no place to come to, they are where they are. */
+static int64_t slabs_for(const mc_store *s, int64_t slots) {
+    return capacity(s, slots) + (mapped(s) ? 0 : mci_io_lanes(s->e->io) + s->ahead.n);
+}
+
 static int check_slots(const mc_store *s, int64_t slots, mc_error *err) {
-    int64_t floor = per_layer(s) ? 1 : s->top_k;
+    int64_t floor = per_layer(s) ? 1 : s->top_k, all = (int64_t)s->n_layer * s->n_expert;
+    if (mapped(s) && capacity(s, slots) < all)
+        return mci_fail(err, MC_EBUDGET, 0,
+                        "expert cache: mmap holds all %lld experts, %lld slots given",
+                        (long long)all, (long long)capacity(s, slots));
     if (slots >= floor) return MC_OK;
     return mci_fail(err, MC_EBUDGET, 0,
                     "expert cache: %lld slots%s given, at least %lld needed (%s)", (long long)slots,
@@ -183,17 +195,12 @@ static int check_slots(const mc_store *s, int64_t slots, mc_error *err) {
                     per_layer(s) ? "one per layer" : "the experts of one token in one layer");
 }
 
-/* Slabs for so many experts in the cache, for reads of a line, and for guesses. */
-static int64_t slab_count(const mc_store *s, int64_t slots) {
-    return capacity(s, slots) + mci_io_lanes(s->e->io) + s->ahead.n;
-}
-
 static int open_cache(mc_store *s, int64_t slots, int32_t ahead, int64_t slab_bytes,
                       mc_error *err) {
     mci_mem *mem = &s->e->mem;
-    int rc = mci_ahead_open(&s->ahead, s->e, &s->slabs, ahead, err);
+    int rc = mci_ahead_open(&s->ahead, s->e, &s->slabs, mapped(s) ? 0 : ahead, err);
     if (rc < 0) return rc;
-    int64_t n = slab_count(s, slots);
+    int64_t n = slabs_for(s, slots);
     int64_t queue = MCI_MIN(MCI_MIN(n, s->n_expert), MCI_MAX(QUEUE, 2 * mci_io_lanes(s->e->io)));
     rc = mci_policy_create(mem, s->kind, s->n_layer, s->n_expert, slots, &s->policy, err);
     if (rc < 0) return rc;
@@ -206,7 +213,7 @@ static int open_cache(mc_store *s, int64_t slots, int32_t ahead, int64_t slab_by
         s->spare = r;
     }
     s->slots = s->slots_max = slots;
-    return mci_slabs_open(&s->slabs, s->e, n, slab_bytes, err);
+    return mci_slabs_open(&s->slabs, s->e, n, slab_bytes, mapped(s), err);
 }
 
 int mc_store_open(mc_store *s, int64_t slots, int32_t ahead, mc_error *err) {
@@ -230,6 +237,7 @@ int mc_store_open(mc_store *s, int64_t slots, int32_t ahead, mc_error *err) {
     if (rc == MC_OK) {
         s->e->stats.slots = capacity(s, s->slots);
         s->e->stats.slab_bytes = slab;
+        mci_measure_reads(s->e, s->layers, s->n_layer, &s->slabs);
     }
     mci_leave(s->e);
     return rc;
@@ -248,7 +256,7 @@ int mc_store_resize(mc_store *s, int64_t slots, mc_error *err) {
         rc = mci_fail(err, MC_EBUDGET, 0, "expert cache: %lld slots asked, opened with %lld",
                       (long long)slots, (long long)s->slots_max);
     if (rc == MC_OK) mci_ahead_drop(&s->ahead, true);
-    if (rc == MC_OK) rc = mci_slabs_count(&s->slabs, slab_count(s, slots), err);
+    if (rc == MC_OK) rc = mci_slabs_count(&s->slabs, slabs_for(s, slots), err);
     if (rc == MC_OK) {
         while (s->slots > slots) { /* a slot at a time: each layer loses one item at most */
             int64_t n = mci_policy_resize(s->policy, --s->slots, s->gone);
@@ -383,10 +391,23 @@ static void evict(mc_store *s, int64_t victim, int32_t now) {
     *slab = NONE;
 }
 
+/* Files that shrank since they were mapped; one call for each change of file. */
+static int check_mapped(mc_store *s, int32_t layer, const int32_t *ids, int32_t n, mc_error *err) {
+    int32_t last = NONE;
+    int rc = MC_OK;
+    for (int32_t i = 0; i < 3 * n && rc == MC_OK && mapped(s); i++) {
+        int32_t file = s->layers[layer].ref[ids[i / 3]].mat[i % 3].file;
+        if (file != last) rc = mci_io_check(s->e->io, file, err);
+        last = file;
+    }
+    for (int32_t i = 0; i < n && rc < 0; i++) s->place[ids[i]] = NONE;
+    return rc;
+}
+
 int mci_store_begin(mc_store *s, int32_t layer, const int32_t *ids, int32_t n, mc_error *err) {
     mc_stats *st = &s->e->stats;
     int rc = check_line(s, layer, ids, n, err);
-    if (rc < 0) return rc;
+    if (rc < 0 || (rc = check_mapped(s, layer, ids, n, err)) < 0) return rc;
     s->active = true;
     s->failed = false;
     s->layer = layer;

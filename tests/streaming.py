@@ -55,7 +55,7 @@ with mosaic_c.open(model, ram=ram, ctx=tokens * 2 + 1100, io=io) as m:
     names = ("hits", "misses", "reads", "bytes_read", "busy_s", "wait_s", "ahead_reads", "ahead_used")
     print(json.dumps({n: getattr(b, n) - getattr(a, n) for n in names} | {
         "warm": warm, "tokens": tokens, "wall": wall, "cpu": c, "slots": b.slots, "lanes": b.lanes,
-        "depth": b.depth, "mode": b.io_mode, "slab": b.slab_bytes, "peak_rss": b.peak_rss, "budget": b.budget,
+        "depth": b.queue_depth, "mode": b.io, "slab": b.slab_bytes, "peak_rss": b.peak_rss, "budget": b.budget,
         "faults": b.major_faults - a.major_faults, "ahead_on": b.ahead_on}))
 """
 
@@ -79,7 +79,9 @@ def disk(args: argparse.Namespace, run: dict) -> float:
     return max(row["gbs"] for row in result["rows"]) * 1e9
 
 
-def predictions(args: argparse.Namespace, run: dict, rate: float, compute: float, trace: Path) -> dict:
+def predictions(
+    args: argparse.Namespace, run: dict, rate: float, compute: float, trace: Path
+) -> dict:
     common = ("--disk", str(int(rate)))
     per_read = run["bytes_read"] / max(run["reads"], 1)
     sim = cli("simulate", str(trace), "--slots", str(run["slots"]), *common, "--expert-bytes",

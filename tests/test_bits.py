@@ -58,19 +58,32 @@ def takes_direct_reads(path):
     return True
 
 
-@pytest.mark.parametrize("io", ["pread", "direct"])
+IO = [name for name, missing in engine.io_modes().items() if missing is None]
+
+
+@pytest.mark.parametrize("io", engine.IO_MODES)
 def test_io_modes(io, expected, reference):
-    with open_small("qwen35_fp8", io=io, slots=4) as model:
+    if io not in IO:
+        pytest.skip(engine.io_modes()[io])
+    with open_small("qwen35_fp8", io=io, slots=None if io == "mmap" else 4) as model:
         assert same(
             run(model, expected["qwen35_fp8"]["prompt"], [(0, 150)]), reference["qwen35_fp8"]
         )
         stats = model.stats()
     files = stats.files_direct + stats.files_pread
-    assert files == len(model.files) and stats.io == io
-    if io == "pread":
-        assert stats.files_pread == files
+    direct = io != "pread" and takes_direct_reads(model.files[0])
+    assert files == len(model.files) and stats.files_direct == (files if direct else 0)
+    assert stats.io_asked == io and bool(stats.io_note) == (io != "pread" and not direct)
+    if io == "auto" and direct:
+        assert stats.io in ("direct", "uring")
+        assert {name for name, _, _ in stats.io_tried} <= {"direct", "uring"}
+        assert (stats.io, stats.lanes) in [tried[:2] for tried in stats.io_tried]
+        assert all(gbs > 0 for _, _, gbs in stats.io_tried)
     else:
-        assert stats.files_direct == (files if takes_direct_reads(model.files[0]) else 0)
+        assert stats.io == (io if direct or io == "mmap" else "pread") and not stats.io_tried
+    assert stats.lanes_ran == 1 or stats.io != "uring"
+    assert 0 < stats.busy_s <= stats.prefill_s and 0 < stats.queue_depth <= stats.reads
+    assert stats.read_gbs == pytest.approx(stats.bytes_read / stats.busy_s / 1e9)
     assert stats.reads == stats.misses > 0 and stats.lanes_ran > 0
     assert stats.misses <= 40  # one chunk: each of 4 x 10 experts is read at most once
     assert stats.expert_rows == 4 * 150 * 3
@@ -98,13 +111,18 @@ def test_reading_ahead(expected, reference):
     slots=st.integers(3, 14),
     threads=st.integers(1, 4),
     isa=st.sampled_from(engine.isas()),
-    io=st.sampled_from(["pread", "direct"]),
+    io=st.sampled_from(IO),
     edges=st.lists(st.integers(1, 149), max_size=6),
     chunk=st.sampled_from([8, 16, 64]),
 )
 def test_any_setting(name, policy, slots, threads, isa, io, edges, chunk, expected, reference):
     prompt = expected[name]["prompt"]
-    slots = 1 + slots % 4 if policy == "layer-lru" else min(slots, 8)  # the smallest model has 8
+    if io == "mmap":
+        slots = None  # all of them
+    elif policy == "layer-lru":
+        slots = 1 + slots % 4
+    else:
+        slots = min(slots, 8)  # the smallest model has 8
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "CHUNKS", (chunk,))
         with open_small(name, policy=policy, slots=slots, threads=threads, isa=isa, io=io) as model:
@@ -112,7 +130,7 @@ def test_any_setting(name, policy, slots, threads, isa, io, edges, chunk, expect
             stats = model.stats()
     assert same(got, reference[name])
     assert (stats.policy, stats.isa, stats.threads, stats.chunk) == (policy, isa, threads, chunk)
-    assert stats.threads_ran <= threads and stats.misses > 0
+    assert stats.threads_ran <= threads and stats.misses > 0 and stats.io_asked == io
 
 
 def test_threads_really_run(expected, reference):

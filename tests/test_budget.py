@@ -53,7 +53,8 @@ def test_two_floors():
 
 @pytest.mark.parametrize("name", ["qwen35_fp8", "qwen3_bf16", "qwen2_f16_fused"])
 @pytest.mark.parametrize(
-    "options", [{}, {"policy": "layer-lru"}, {"slots": 5}, {"ctx": 200}, {"io": "pread"}]
+    "options",
+    [{}, {"policy": "layer-lru"}, {"slots": 5}, {"ctx": 200}, {"io": "pread"}, {"io": "mmap"}],
 )
 def test_every_budget_from_the_floor_on_fits(name, options):
     floor = plan(name, ram="20M", **options).floor
@@ -90,10 +91,11 @@ def test_context_default_and_limits():
         plan(ctx=10**7)
 
 
-def test_engine_takes_what_the_plan_says(expected):
+@pytest.mark.parametrize("io", ["auto", "direct", "pread", "mmap"])
+def test_engine_takes_what_the_plan_says(io, expected):
     """Each tier of the engine against its items, and the hard limit above all of them."""
     for name in ("qwen35_fp8", "qwen2_bf16_tied", "qwen3_bf16"):
-        with open_small(name, threads=2) as model:
+        with open_small(name, threads=2, io=io) as model:
             model.session().forward(expected[name]["prompt"])
             stats, items = model.stats(), {i.name: i.bytes for i in model.memory.items}
         assert stats.peak["weights"] <= items["dense weights"] + items["expert scales"]
@@ -102,6 +104,11 @@ def test_engine_takes_what_the_plan_says(expected):
         assert stats.resident["scratch"] == items["scratch"]
         assert stats.peak["meta"] <= items["expert tables"] + 64 * 1024
         assert stats.peak["cache"] <= items["expert cache"] + items["reads in flight"] + (2 << 20)
+        if io == "mmap":
+            assert (
+                stats.resident["cache"] == items["expert cache"]
+                and stats.slots == model.memory.hard
+            )
         assert sum(stats.resident.values()) <= model.memory.engine_budget
 
 

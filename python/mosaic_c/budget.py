@@ -60,6 +60,7 @@ class MemoryPlan:
     useful: int  # budget from which one token's experts all stay cached
     fits: bool
     embedding: bool  # the embedding stays in memory
+    mapped: bool  # experts stay in mapped files, all of them
     warnings: tuple[str, ...] = field(default=())
 
     @property
@@ -118,10 +119,12 @@ def plan_memory(
     policy: str = "auto",
     slots: int | None = None,
     later: int = 0,
+    mapped: bool = False,
 ) -> MemoryPlan:
     """The plan for a located model; never raises for a budget that is too small (fits is False).
 
-    later: bytes that Python is known to take later (a tokenizer).
+    later: bytes that Python is known to take later (a tokenizer). lanes: reads under way at once, each with
+    memory of its own. mapped: experts are mapped files (--io mmap), which only works with all of them in memory.
     """
     plan = located.plan
     if ctx is not None and not 1 <= ctx <= plan.max_positions:
@@ -140,6 +143,12 @@ def plan_memory(
         raise UsageError(f"slots: the model has {most} experts to hold, got {slots}")
     hard = 1 if per_layer else top_k
     useful = top_k if per_layer else top_k * len(moe)
+    if mapped:
+        if slots is not None and slots < most:
+            raise UsageError(
+                f"slots: --io mmap holds all {most} experts, got {slots}; leave it out"
+            )
+        hard = useful = most
     if slots is not None and slots < hard:
         raise UsageError(f"slots: a token needs {hard} experts of a layer at once, got {slots}")
     python = process_bytes()
@@ -164,8 +173,8 @@ def plan_memory(
             Item("threads", (threads + lanes) * STACK, f"{threads} compute, {lanes} readers"),
             Item(
                 "reads in flight",
-                lanes * (slab + max(slab, LOAD_PIECE)),
-                "transit slabs, page cache",
+                lanes * (LOAD_PIECE if mapped else slab + max(slab, LOAD_PIECE)),
+                "page cache" if mapped else "transit slabs, page cache",
             ),
         ]
 
@@ -204,7 +213,8 @@ def plan_memory(
             f"the cache holds {got} experts, one token uses {useful}: most will be read again for each token; "
             f"from {format_size(wanted)} on they can stay"
         )
-    items.append(Item("expert cache", max(got, 0) * unit, f"{max(got, 0)} of {most} slots"))
+    note = f"{max(got, 0)} of {most} slots" + (", mapped files" if mapped else "")
+    items.append(Item("expert cache", max(got, 0) * unit, note))
     # a read for each token costs a few percent: with nothing better to do with the memory, none
     embedding, rows = _embedding_needed(located), located.span(plan.embed).nbytes + TENSOR_SLACK
     if not embedding and got >= most and sum(item.bytes for item in items) + rows <= budget:
@@ -231,6 +241,7 @@ def plan_memory(
         useful=_round_up(wanted),
         fits=fits,
         embedding=embedding,
+        mapped=mapped,
         warnings=tuple(warnings),
     )
 
@@ -238,10 +249,13 @@ def plan_memory(
 def require_fit(memory: MemoryPlan) -> None:
     """Refuses a budget under the hard floor, naming the smallest one that works."""
     if not memory.fits:
+        other = (
+            ", or another --io: mmap holds all experts" if memory.mapped else ", or a smaller --ctx"
+        )
         raise MosaicError(
             f"memory budget {format_size(memory.budget)} ({memory.reason}) is too small: this model at a context "
             f"of {memory.ctx} needs at least {format_size(memory.floor)}; give --ram {memory.floor // MB}M or more"
-            ", or a smaller --ctx",
+            + other,
             "EBUDGET",
         )
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import mosaic_c
 from mosaic_c.errors import MosaicError, UsageError
 
-COMMANDS = ("generate", "inspect", "plan", "synth", "simulate", "bench")
+COMMANDS = ("generate", "inspect", "plan", "synth", "simulate", "bench", "verify", "doctor")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -21,7 +21,13 @@ DTYPES = {
     "F4": lib.MC_F4E2M1, "INT4": lib.MC_INT4, "I8": lib.MC_INT8, "F8_E8M0": lib.MC_F8E8M0,
 }  # fmt: skip
 BITS = {"F32": 32, "BF16": 16, "F16": 16, "F8_E4M3": 8, "F4": 4, "INT4": 4, "I8": 8, "F8_E8M0": 8}
-IO_MODES = {"auto": lib.MC_IO_AUTO, "pread": lib.MC_IO_PREAD, "direct": lib.MC_IO_DIRECT}
+IO_MODES = {
+    "auto": lib.MC_IO_AUTO,
+    "pread": lib.MC_IO_PREAD,
+    "direct": lib.MC_IO_DIRECT,
+    "uring": lib.MC_IO_URING,
+    "mmap": lib.MC_IO_MMAP,
+}
 POLICIES = {
     "auto": lib.MC_POLICY_AUTO,
     "lfu": lib.MC_POLICY_LFU,
@@ -150,8 +156,32 @@ def gpu() -> str | None:
     return None if reason == ffi.NULL else ffi.string(reason).decode()
 
 
+def io_modes() -> dict[str, str | None]:
+    """Every way to read experts: None where this system can, otherwise the reason why it cannot."""
+    reasons: dict[str, str | None] = {}
+    for name, mode in IO_MODES.items():
+        err = ffi.new("mc_error *")
+        rc = lib.mc_io_mode(mode, err)
+        reasons[name] = None if rc >= 0 else ffi.string(err.message).decode("utf-8", "replace")
+    return reasons
+
+
+def io_most(io: str) -> int:
+    """Reads that may be under way at once in a mode, for which the plan keeps memory."""
+    return lib.mc_io_most(IO_MODES[io])
+
+
+def io_name(mode: int) -> str:
+    return next(name for name, value in IO_MODES.items() if value == mode)
+
+
 def cpu() -> str:
     return ffi.string(lib.mc_engine_cpu()).decode()
+
+
+def build() -> str:
+    """How the extension was compiled, in words that commas part: mc_engine_build."""
+    return ffi.string(lib.mc_engine_build()).decode()
 
 
 def tensor(span: Any, files: Sequence[int]) -> dict[str, int]:

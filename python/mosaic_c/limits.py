@@ -45,11 +45,21 @@ def read_limits(
     proc: str | os.PathLike[str] = "/proc", cgroup: str | os.PathLike[str] = "/sys/fs/cgroup"
 ) -> Limits:
     """Reads the limits of this process. Never fails: a missing tree reads as "no limit"."""
-    proc, cgroup = Path(proc), Path(cgroup)
-    mem_total, mem_available = _meminfo(proc)
+    mem_total, mem_available = _meminfo(Path(proc))
+    memory, cpu = group_limits(proc, cgroup)
+    limit, source = min(memory, default=(None, None), key=lambda x: x[0])
+    quota, cpu_source = min(cpu, default=(None, None), key=lambda x: x[0])
+    affinity = _affinity(Path(proc))
+    return Limits(mem_available, mem_total, limit, source, quota, cpu_source, affinity)
+
+
+def group_limits(
+    proc: str | os.PathLike[str] = "/proc", cgroup: str | os.PathLike[str] = "/sys/fs/cgroup"
+) -> tuple[list[tuple[int, str]], list[tuple[float, str]]]:
+    """Every limit of every control group above this process: (bytes, file), (cores, file)."""
     memory: list[tuple[int, str]] = []
     cpu: list[tuple[float, str]] = []
-    for version, controllers, folders in _groups(proc, cgroup):
+    for version, controllers, folders in _groups(Path(proc), Path(cgroup)):
         for depth, folder in enumerate(folders):
             if version == 2:
                 memory += _memory_files(folder, ("memory.max", "memory.high"))
@@ -61,9 +71,7 @@ def read_limits(
                     memory += _hierarchical(folder)
             if "cpu" in controllers:
                 cpu += _quota_v1(folder)
-    limit, source = min(memory, default=(None, None), key=lambda x: x[0])
-    quota, cpu_source = min(cpu, default=(None, None), key=lambda x: x[0])
-    return Limits(mem_available, mem_total, limit, source, quota, cpu_source, _affinity(proc))
+    return memory, cpu
 
 
 def smallest_limit(limits: Limits) -> tuple[int, str] | None:

@@ -40,6 +40,10 @@ def plan_model(
     text: the tokenizer is loaded already, so that the process as it is has it.
     """
     _one_of("io", io, engine.IO_MODES)
+    if io == "uring" and (missing := engine.io_modes()[io]) is not None:
+        raise UsageError(
+            f"io: expected a mode that this system has, got uring: {missing}; use auto"
+        )
     _one_of("policy", policy, [p for p in engine.POLICIES if p != "belady"])
     _one_of("kv", kv, ("f32", "bf16"))
     limits = read_limits()
@@ -54,10 +58,10 @@ def plan_model(
     slots = None if slots is None else _whole("slots", slots, 2**31)
     checkpoint = Checkpoint.open(path)
     located = checkpoint.locate()
-    lanes = 4 if io == "pread" else 2
     memory = plan_memory(
-        located, budget=budget, reason=reason, threads=threads, lanes=lanes, ctx=ctx, kv=kv,
+        located, budget=budget, reason=reason, threads=threads, lanes=engine.io_most(io), ctx=ctx, kv=kv,
         policy=policy, slots=slots, later=0 if text else _tokenizer_bytes(checkpoint.folder),
+        mapped=io == "mmap",
     )  # fmt: skip
     limit = smallest_limit(limits)
     if limit is not None and budget > limit[0]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mosaic_c.engine import MEM_KINDS, ffi
+from mosaic_c.engine import MEM_KINDS, ffi, io_name
 from mosaic_c.limits import format_size
 
 
@@ -30,10 +30,12 @@ class Counters:
 @dataclass(frozen=True)
 class Stats:
     """hits, misses: distinct experts per layer and step. bytes_read, reads: expert reads. read_s: inside reads,
-    summed over lanes. wait_s: compute standing still for them. ahead_reads, ahead_used: experts read because
-    the next layer's router named them beforehand, and those it then needed; ahead_on: whether that goes on.
-    resident, peak: bytes of each tier of the engine. rss, peak_rss: of the process. files_direct, files_pread:
-    how the shards are really read."""
+    summed over reads. busy_s: wall time with a read under way; read_gbs: GB/s reached in it. wait_s: compute standing
+    still for them. ahead_reads, ahead_used: experts read because the next layer's router named them beforehand, and
+    those it then needed; ahead_on: whether that goes on. resident, peak: bytes of each tier of the engine. rss,
+    peak_rss: of the process. io: the mode in use, lanes: reads under way at once in it, lanes_ran: threads that read,
+    queue_depth: most reads waiting or under way; io_asked: the mode asked for; io_tried: (mode, lanes, GB/s) of what
+    auto measured at open. files_direct, files_pread: how the shards are really read; io_note: why not directly."""
 
     hits: int
     misses: int
@@ -46,6 +48,8 @@ class Stats:
     reads: int
     bytes_read: int
     read_s: float
+    busy_s: float
+    read_gbs: float
     wait_s: float
     moe_s: float
     resident: dict[str, int]
@@ -68,6 +72,10 @@ class Stats:
     isa: str
     policy: str
     io: str
+    io_asked: str
+    io_tried: list[tuple[str, int, float]]
+    io_note: str
+    queue_depth: int
     files_direct: int
     files_pread: int
     threads: int
@@ -83,8 +91,9 @@ class Stats:
             f"decode   {self.decode_tokens} tokens, {self.decode_s:.2f} s, {self.decode_tok_s:.2f} tok/s",
             f"experts  {self.hits} hits, {self.misses} misses ({100 * self.hit_rate:.1f} % hits), {self.evictions} "
             f"evictions, {self.slots} slots of {format_size(self.slab_bytes)}, policy {self.policy}",
-            f"reads    {self.reads} reads, {format_size(self.bytes_read)}, {self.read_s:.2f} s in {self.lanes} lanes, "
-            f"compute waited {self.wait_s:.2f} s; {self.files_direct} of {files} files direct",
+            f"reads    {self.reads} reads, {format_size(self.bytes_read)} in {self.busy_s:.2f} s ({self.read_gbs:.2f} "
+            f"GB/s), compute waited {self.wait_s:.2f} s; {self.io}, {self.lanes} at once, queue up to "
+            f"{self.queue_depth}; {self.files_direct} of {files} files direct",
             f"ahead    {self.ahead_reads} experts read ahead of their layer, {self.ahead_used} of them used; "
             f"now {'on' if self.ahead_on else 'off'}",
             "memory   "
@@ -94,6 +103,10 @@ class Stats:
             f"modes    {self.isa}, {self.threads_ran} of {self.threads} threads, KV {self.kv}, context {self.ctx}, "
             f"chunks of {self.chunk}",
         ]
+
+    def notes(self) -> list[str]:
+        """What a user should hear of how the files are read."""
+        return [f"io {self.io_asked}: {self.io_note}"] if self.io_note else []
 
 
 def collect(c: Any, counters: Counters, memory: Any, io: str) -> Stats:
@@ -113,6 +126,8 @@ def collect(c: Any, counters: Counters, memory: Any, io: str) -> Stats:
         reads=c.reads,
         bytes_read=c.bytes_read,
         read_s=c.read_s,
+        busy_s=c.busy_s,
+        read_gbs=c.bytes_read / c.busy_s / 1e9 if c.busy_s else 0.0,
         wait_s=c.wait_s,
         moe_s=c.moe_s,
         resident=dict(zip(MEM_KINDS, c.mem_now, strict=True)),
@@ -134,7 +149,13 @@ def collect(c: Any, counters: Counters, memory: Any, io: str) -> Stats:
         kv=memory.kv,
         isa=ffi.string(c.isa).decode(),
         policy=ffi.string(c.policy).decode() if c.policy != ffi.NULL else "none",
-        io=io,
+        io=io_name(c.io),
+        io_asked=io,
+        io_tried=[
+            (io_name(c.tried_io[i]), c.tried_lanes[i], c.tried_gbs[i]) for i in range(c.tried)
+        ],
+        io_note=ffi.string(c.io_note).decode("utf-8", "replace"),
+        queue_depth=c.depth,
         files_direct=c.files_direct,
         files_pread=c.files_pread,
         threads=c.threads,

@@ -1,131 +1,6 @@
 /* test_io.c - the reader: exact bytes in every mode, honest errors, injected faults, and nothing
  * left in the page cache. Its files lie beside the program, on a real file system. */
-#include <errno.h>
-#include <fcntl.h>
-#include <libgen.h>
-#include <pthread.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include "io.h"
-#include "test.h"
-
-enum { BLOCK = MCI_IO_BLOCK, SIZE = (9 << 20) + 1234, CANARY = 0x5a };
-
-static char dir[4096], big[4200];
-
-static uint8_t byte_at(int64_t i) {
-    uint64_t z = (uint64_t)i * 0x9e3779b97f4a7c15u;
-    return (uint8_t)(z >> 56 ^ z >> 40 ^ (uint64_t)i);
-}
-
-static void make_file(const char *path, int64_t size) {
-    FILE *f = fopen(path, "w");
-    for (int64_t i = 0; f && i < size; i++) putc(byte_at(i), f);
-    /* dirty pages cannot be dropped: the large file, whose pages are counted, is clean */
-    if (!f || fflush(f) || (size == SIZE && fsync(fileno(f))) || fclose(f)) {
-        printf("FAIL cannot write %s: %s\n", path, strerror(errno));
-        exit(1);
-    }
-}
-
-/* Pages of a file in the page cache; drop: throw them out first. */
-static int64_t cached_pages(const char *path, bool drop) {
-    int fd = open(path, O_RDONLY);
-    struct stat st;
-    int64_t n = 0, page = sysconf(_SC_PAGESIZE);
-    if (fd < 0 || fstat(fd, &st) < 0) return -1;
-    if (drop) posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
-    size_t pages = (size_t)((st.st_size + page - 1) / page);
-    uint8_t *seen = test_alloc(pages);
-    void *map = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_SHARED, fd, 0);
-    if (map == MAP_FAILED || mincore(map, (size_t)st.st_size, seen) < 0) n = -1;
-    for (size_t i = 0; n >= 0 && i < pages; i++) n += seen[i] & 1;
-    if (map != MAP_FAILED) munmap(map, (size_t)st.st_size);
-    free(seen);
-    close(fd);
-    return n;
-}
-
-/* Memory for a range: room around its superset, filled with canaries. */
-typedef struct target {
-    uint8_t *mem, *base;
-    int64_t size;
-} target;
-
-static target make_target(int64_t bytes) {
-    target t = {.size = bytes + 5 * BLOCK};
-    t.mem = test_alloc((size_t)t.size + BLOCK);
-    t.base = t.mem + (BLOCK - (uintptr_t)t.mem % BLOCK) % BLOCK;
-    memset(t.base, CANARY, (size_t)t.size);
-    return t;
-}
-
-static mci_run run_into(const target *t, int32_t file, int64_t offset, int64_t bytes) {
-    return (mci_run){file, offset, bytes, t->base + BLOCK + offset % BLOCK};
-}
-
-static bool range_right(const target *t, const mci_run *run) {
-    int64_t lead = run->offset % BLOCK, span = mci_round_up(lead + run->bytes, BLOCK);
-    for (int64_t i = 0; i < run->bytes; i++)
-        if (run->dst[i] != byte_at(run->offset + i)) return false;
-    for (int64_t i = 0; i < t->size; i++)
-        if ((i < BLOCK || i >= BLOCK + span) && t->base[i] != CANARY) return false;
-    return true;
-}
-
-static mci_io *open_io(int mode, int lanes, int32_t *file) {
-    mc_error err = {0};
-    mci_io *io = NULL;
-    int rc = mci_io_create(mode, lanes, &io, &err);
-    CHECK(rc == MC_OK, "%s", err.message);
-    *file = mci_io_open(io, big, &err);
-    CHECK(*file >= 0, "%s", err.message);
-    return io;
-}
-
-/* ---- injected pread -------------------------------------------------------------------------- */
-
-typedef struct inject {
-    pthread_mutex_t lock;
-    rng r;
-    bool shorten, interrupt, delay, refuse_direct;
-    int64_t fail_at; /* EIO for a call that covers this offset; -1: never */
-    bool pretend;    /* claims success without a read */
-    int64_t calls, largest, total;
-} inject;
-
-static int64_t injected(void *ctx, int fd, void *buf, int64_t n, int64_t off) {
-    inject *j = ctx;
-    pthread_mutex_lock(&j->lock);
-    uint64_t dice = rng_next(&j->r);
-    j->calls++;
-    j->largest = MCI_MAX(j->largest, n);
-    j->total += n;
-    pthread_mutex_unlock(&j->lock);
-    if (j->delay) usleep((useconds_t)(dice % 400));
-    if (j->interrupt && dice >> 8 & 1) {
-        errno = EINTR;
-        return -1;
-    }
-    if (j->refuse_direct && fcntl(fd, F_GETFL) & O_DIRECT) {
-        errno = EINVAL;
-        return -1;
-    }
-    if (j->fail_at >= off && j->fail_at < off + n) {
-        errno = EIO;
-        return -1;
-    }
-    if (j->pretend) return n;
-    int64_t r = pread(fd, buf, (size_t)n, off);
-    if (r > 1 && j->shorten && dice >> 9 & 3) r = 1 + (int64_t)(dice >> 16) % r;
-    return r;
-}
-
-static inject new_inject(uint64_t seed) {
-    return (inject){.lock = PTHREAD_MUTEX_INITIALIZER, .r = {seed}, .fail_at = -1};
-}
+#include "io_fixture.h"
 
 /* ---- cases ----------------------------------------------------------------------------------- */
 
@@ -133,9 +8,9 @@ static void check_open(void) {
     char path[4300];
     mc_error err = {0};
     mci_io *io;
-    CHECK(mci_io_create(7, 0, &io, &err) == MC_EINVAL && !io, "mode 7");
+    CHECK(mci_io_create(MC_IO_MMAP + 1, 0, &io, &err) == MC_EINVAL && !io, "mode");
     mci_io_create(MC_IO_AUTO, 0, &io, &err);
-    CHECK(mci_io_lanes(io) == 2, "%d lanes", mci_io_lanes(io));
+    CHECK(mci_io_lanes(io) == 4, "%d lanes", mci_io_lanes(io));
     int file = mci_io_open(io, big, &err);
     CHECK(file == 0 && mci_io_open(io, big, &err) == 0, "same path, same id");
     CHECK(mci_io_size(io, 0) == SIZE && mci_io_size(io, 1) == -1 && mci_io_size(io, -1) == -1,
@@ -208,7 +83,7 @@ static void check_ranges(int mode, int lanes, const inject *faults) {
             for (int k = 0; k < reads[i].n_run; k++) {
                 int64_t bytes, offset = random_offset(&r, &bytes);
                 t[i][k] = make_target(bytes);
-                reads[i].run[k] = run_into(&t[i][k], file, offset, bytes);
+                reads[i].run[k] = run_of(io, &t[i][k], file, offset, bytes);
                 want += bytes;
             }
             int rc = mci_io_submit(io, &reads[i], &err);
@@ -220,7 +95,7 @@ static void check_ranges(int mode, int lanes, const inject *faults) {
             last = d->tag;
             got += d->bytes;
             for (int k = 0; k < d->n_run; k++) {
-                CHECK(range_right(&t[d->tag][k], &d->run[k]),
+                CHECK(range_right(io, &t[d->tag][k], &d->run[k]),
                       "mode %d, %lld bytes at %lld: wrong bytes", mode, (long long)d->run[k].bytes,
                       (long long)d->run[k].offset);
                 free(t[d->tag][k].mem);
@@ -232,12 +107,14 @@ static void check_ranges(int mode, int lanes, const inject *faults) {
     mci_io_get_stats(io, &st);
     if (lanes == 1) CHECK(ordered, "one lane is first in, first out");
     CHECK(st.reads == 3 * N && st.bytes == got && got >= want && st.lanes == lanes &&
-              st.lanes_ran >= 1 && st.lanes_ran <= lanes && st.read_s > 0,
+              st.lanes_ran >= 1 && st.lanes_ran <= (mode == MC_IO_URING ? 1 : lanes) &&
+              st.read_s > 0 && st.busy_s > 0 && st.depth >= 2 && st.depth <= N,
           "%lld reads, %lld bytes of %lld wanted, %d lanes ran", (long long)st.reads,
           (long long)st.bytes, (long long)want, st.lanes_ran);
     if (mode == MC_IO_PREAD && !(faults && faults->shorten))
         CHECK(st.bytes == want, "pread takes exact ranges");
-    if (faults && faults->refuse_direct)
+    CHECK(st.retried == 0, "%lld runs failed in the ring", (long long)st.retried);
+    if (faults && faults->refuse_direct && mode != MC_IO_MMAP)
         CHECK(st.files_direct == 0 && st.files_pread == 1, "the refusal shows in the stats");
     mci_io_free(io);
 }
@@ -265,7 +142,7 @@ static void check_errors(int mode) {
     int32_t file;
     mci_io *io = open_io(mode, 2, &file);
 
-    mci_read r = {.n_run = 1, .run = {run_into(&t, file, SIZE - 500, 501)}};
+    mci_read r = {.n_run = 1, .run = {run_of(io, &t, file, SIZE - 500, 501)}};
     CHECK(mci_io_submit(io, &r, &err) == MC_OK && mci_io_next(io, true) == &r, "%s", err.message);
     CHECK(r.err.code == MC_EIO && r.err.sys == 0, "%d", r.err.code);
     snprintf(expect, sizeof expect, "wanted 501 bytes at offset %d, got 500", SIZE - 500);
@@ -275,19 +152,20 @@ static void check_errors(int mode) {
 
     mci_io_inject(io, injected, &j);
     j.fail_at = 70000;
-    mci_read bad = {.n_run = 1, .run = {run_into(&t, file, 50000, 30000)}}, good = bad;
+    mci_read bad = {.n_run = 1, .run = {run_of(io, &t, file, 50000, 30000)}}, good = bad;
     target t2 = make_target(100000);
-    good.run[0] = run_into(&t2, file, 200000, 90000);
+    good.run[0] = run_of(io, &t2, file, 200000, 90000);
     mci_io_submit(io, &bad, &err);
     mci_io_submit(io, &good, &err);
     while (mci_io_next(io, true)) {}
     CHECK(bad.err.code == MC_EIO && bad.err.sys == EIO && good.err.code == MC_OK, "%s",
           bad.err.message);
-    CHECK(range_right(&t2, &good.run[0]), "the other read is whole");
+    CHECK(range_right(io, &t2, &good.run[0]), "the other read is whole");
     j.fail_at = -1;
     memset(t.base, CANARY, (size_t)t.size);
     mci_io_submit(io, &bad, &err);
-    CHECK(mci_io_next(io, true) == &bad && bad.err.code == MC_OK && range_right(&t, &bad.run[0]),
+    CHECK(mci_io_next(io, true) == &bad && bad.err.code == MC_OK &&
+              range_right(io, &t, &bad.run[0]),
           "the same read again: %s", bad.err.message);
     mci_io_inject(io, NULL, NULL);
 
@@ -316,7 +194,7 @@ static void check_truncated(int mode) {
     mci_io_create(mode, 1, &io, &err);
     int32_t file = mci_io_open(io, path, &err);
     CHECK(truncate(path, 50001) == 0, "truncate");
-    mci_read r = {.n_run = 1, .run = {run_into(&t, file, 40000, 20000)}};
+    mci_read r = {.n_run = 1, .run = {run_of(io, &t, file, 40000, 20000)}};
     mci_io_submit(io, &r, &err);
     mci_io_next(io, true);
     CHECK(r.err.code == MC_EIO &&
@@ -338,7 +216,7 @@ static void check_load(int mode, int lanes) {
         target t = make_target(range[i][1]);
         mci_run run = run_into(&t, file, range[i][0], range[i][1]);
         int rc = mci_io_load(io, &run, &err);
-        CHECK(rc == MC_OK && range_right(&t, &run), "load %zu: %s", i, err.message);
+        CHECK(rc == MC_OK && range_right(io, &t, &run), "load %zu: %s", i, err.message);
         free(t.mem);
         uint8_t *odd = test_alloc((size_t)range[i][1] + 3);
         rc = mci_io_fetch(io, file, range[i][0], range[i][1], odd + 3, &err);
@@ -386,7 +264,8 @@ static void check_huge(int mode) {
         mci_io_create(mode, 1, &io, &err);
         int32_t file = mci_io_open(io, path, &err);
         mci_io_inject(io, injected, &j);
-        mci_read r = {.n_run = 1, .run = {{file, 4096 + 7, size - 9999, (uint8_t *)mem + 7}}};
+        uint8_t *dst = mode == MC_IO_MMAP ? NULL : (uint8_t *)mem + 7;
+        mci_read r = {.n_run = 1, .run = {{file, 4096 + 7, size - 9999, dst}}};
         mci_io_submit(io, &r, &err);
         mci_io_next(io, true);
         CHECK(r.err.code == MC_OK, "%s", r.err.message);
@@ -403,6 +282,7 @@ static void check_page_cache(int mode) {
     mc_error err = {0};
     rng r = {5};
     int32_t file;
+    if (mode == MC_IO_MMAP) return; /* its pages are to stay */
     if (cached_pages(big, true) != 0) {
         printf("note: this file system keeps pages regardless; leftovers not checked\n");
         return;
@@ -411,7 +291,7 @@ static void check_page_cache(int mode) {
     mci_io *io = open_io(mode, 3, &file);
     for (int i = 0; i < 60; i++) {
         int64_t bytes, offset = random_offset(&r, &bytes);
-        mci_read rd = {.n_run = 1, .run = {run_into(&t, file, offset, bytes)}};
+        mci_read rd = {.n_run = 1, .run = {run_of(io, &t, file, offset, bytes)}};
         mci_io_submit(io, &rd, &err);
         mci_io_next(io, true);
         CHECK(rd.err.code == MC_OK, "%s", rd.err.message);
@@ -443,7 +323,7 @@ static void check_shutdown(int mode) {
     mci_io_inject(io, injected, &j);
     for (int i = 0; i < N; i++) {
         t[i] = make_target(5000);
-        reads[i] = (mci_read){.n_run = 1, .run = {run_into(&t[i], file, 1000 * i, 5000)}};
+        reads[i] = (mci_read){.n_run = 1, .run = {run_of(io, &t[i], file, 1000 * i, 5000)}};
         mci_io_submit(io, &reads[i], &err);
         snprintf(path, sizeof path, "%s/s%d", dir, i);
         make_file(path, 10);
@@ -456,17 +336,14 @@ static void check_shutdown(int mode) {
 }
 
 int main(int argc, char **argv) {
-    char at[4000];
-    snprintf(at, sizeof at, "%s", argc > 1 ? argv[1] : argv[0]);
-    snprintf(dir, sizeof dir, "%s/io_XXXXXX", argc > 1 ? at : dirname(at));
-    if (!mkdtemp(dir)) {
-        printf("FAIL cannot make a folder %s: %s\n", dir, strerror(errno));
-        return 1;
-    }
-    snprintf(big, sizeof big, "%s/big", dir);
-    make_file(big, SIZE);
+    if (!begin_files(argc, argv)) return 1;
     check_open();
-    for (int mode = MC_IO_AUTO; mode <= MC_IO_DIRECT; mode++) {
+    for (int mode = MC_IO_AUTO; mode <= MC_IO_MMAP; mode++) {
+        mc_error err;
+        if (mci_io_mode(mode, &err) < 0) {
+            printf("note: mode %d is not checked: %s\n", mode, err.message);
+            continue;
+        }
         check_faults(mode);
         check_errors(mode);
         check_truncated(mode);
@@ -476,7 +353,5 @@ int main(int argc, char **argv) {
         check_page_cache(mode);
         check_shutdown(mode);
     }
-    unlink(big);
-    rmdir(dir);
-    return test_end();
+    return end_files();
 }

@@ -420,7 +420,7 @@ static void check_rest(const model *m) {
     float f[64];
     for (int i = 0; i < 9; i++) {
         static const int32_t threads[] = {0, -1, INT32_MIN, 257}, lanes[] = {-1, 65},
-                             io[] = {-1, 3};
+                             io[] = {-1, 5};
         mc_engine_opts bad = o;
         if (i < 4)
             bad.threads = threads[i];

@@ -98,8 +98,8 @@ def run(args: argparse.Namespace) -> int:
             **model_options(args),
         )
     with model:
-        for warning in model.memory.warnings:
-            _say(f"note: {warning}")
+        for note in (*model.memory.warnings, *model.stats().notes()):
+            _say(f"note: {note}")
         if ids is None:
             ids = _encode(tokenizer, folder, text, args.raw, model.ctx)
         if args.verbose:
@@ -243,9 +243,12 @@ def _say_values(model: Any) -> None:
         _say(f"{item.name}: {format_size(item.bytes)} {item.note}".rstrip())
     _say(
         f"budget {format_size(memory.budget)} ({memory.reason}), context {memory.ctx}, chunks of {memory.chunk}, "
-        f"{memory.threads} threads, {memory.lanes} lanes, kernels {stats.isa}, policy {stats.policy}, io {stats.io} "
+        f"{memory.threads} threads, kernels {stats.isa}, policy {stats.policy}, io {stats.io}, {stats.lanes} at once "
         f"({stats.files_direct} files direct, {stats.files_pread} pread), KV {memory.kv}"
     )
+    if stats.io_tried:
+        tried = ", ".join(f"{io} x{lanes} {gbs:.2f}" for io, lanes, gbs in stats.io_tried)
+        _say(f"io {stats.io_asked}, GB/s measured: {tried}")
 
 
 class _Bar:

@@ -23,8 +23,9 @@ def add_model_options(parser: argparse.ArgumentParser, required: bool = False) -
         metavar="N",
         help="compute threads (default: the cores this process may use)",
     )
-    p("--io", choices=("auto", "pread", "direct"), default="auto", help="how experts are read (default: "
-      "%(default)s, direct where the file system takes it)")  # fmt: skip
+    p("--io", choices=("auto", "direct", "uring", "pread", "mmap"), default="auto", help="how experts are read: "
+      "direct past the page cache, by io_uring, by pread, or mapped where all fit (default: %(default)s, the "
+      "faster of direct and uring by a short measurement; pread where the file system refuses)")  # fmt: skip
     p("--policy", choices=("auto", "lfu", "lru", "layer-lru"), default="auto",
       help="which experts stay in memory (default: %(default)s)")  # fmt: skip
     p("--slots", type=int, metavar="N", help="experts in the cache, per layer for layer-lru (default: as many "

@@ -1,0 +1,92 @@
+/* measure.c - a few reads of experts in each way, then the fastest one. */
+#include "measure.h"
+
+enum { SLABS = 8, READS_MIN = 8, READS_MAX = 64, VOLUME = 16 << 20, WAYS_MAX = 8 };
+static const double SECONDS = 0.06, WORTH = 1.1; /* at most; how much faster a later way must be */
+
+typedef struct trial {
+    mc_engine *e;
+    const mci_experts *layers;
+    int32_t n_layer, n;
+    uint64_t random;
+    mci_read read[SLABS]; /* one a slab, tag: which */
+    uint8_t *slab[SLABS];
+    bool bad; /* a read failed, or a file does not take direct reads */
+} trial;
+
+static int32_t below(trial *t, int32_t n) { /* xorshift: any experts but those of the last time */
+    t->random ^= t->random << 13;
+    t->random ^= t->random >> 7;
+    t->random ^= t->random << 17;
+    return (int32_t)(t->random % (uint64_t)n);
+}
+
+/* Another expert into the read's slab. */
+static void submit(trial *t, mci_read *r) {
+    const mci_experts *x = &t->layers[below(t, t->n_layer)];
+    mci_experts_read(t->e, x, below(t, x->n), t->slab[r->tag], r);
+    for (int32_t i = 0; i < r->n_run; i++) t->bad |= !mci_io_direct(t->e->io, r->run[i].file);
+    if (!t->bad) t->bad = mci_io_submit(t->e->io, r, NULL) < 0;
+}
+
+/* GB/s of `reads` reads, or of those that the time allows. */
+static double run(trial *t, int64_t reads) {
+    int64_t sent = 0, bytes = 0;
+    double t0 = mci_now(), seconds = 0;
+    for (; sent < t->n && sent < reads; sent++) submit(t, &t->read[sent]);
+    for (mci_read *r; (r = mci_io_next(t->e->io, true));) {
+        t->bad |= r->err.code < 0;
+        r->fresh = NULL;
+        bytes += r->bytes;
+        seconds = mci_now() - t0;
+        if (t->bad || seconds > SECONDS) /* what no lane has begun need not be waited for */
+            for (int32_t i = 0; i < t->n; i++) mci_io_withdraw(t->e->io, &t->read[i]);
+        else if (sent++ < reads)
+            submit(t, r);
+    }
+    return seconds > 0 ? 1e-9 * (double)bytes / seconds : 0;
+}
+
+static void choose(trial *t, int64_t reads) {
+    mci_io *io = t->e->io;
+    mc_stats *st = &t->e->stats;
+    const int32_t most = mci_io_lanes(io), only = mci_io_lanes_given(io) ? most : 0;
+    const int32_t way[][2] = {{MC_IO_DIRECT, only ? only : 2},
+                              {MC_IO_DIRECT, only ? 0 : 1},
+                              {MC_IO_DIRECT, only ? 0 : most},
+                              {MC_IO_URING, most}};
+    int32_t best = -1;
+    for (size_t i = 0; i < sizeof way / sizeof *way && !t->bad; i++) {
+        if (!way[i][1] || mci_io_use(io, way[i][0], way[i][1], NULL) < 0) continue;
+        double gbs = run(t, reads);
+        int32_t k = st->tried;
+        if (t->bad || k == WAYS_MAX) break;
+        st->tried_io[k] = way[i][0];
+        st->tried_lanes[k] = way[i][1];
+        st->tried_gbs[k] = gbs;
+        st->tried++;
+        if (best < 0 || gbs > WORTH * st->tried_gbs[best]) best = k;
+    }
+    if (best < 0)
+        mci_io_use(io, way[0][0], way[0][1], NULL);
+    else
+        mci_io_use(io, st->tried_io[best], st->tried_lanes[best], NULL);
+}
+
+void mci_measure_reads(mc_engine *e, const mci_experts *layers, int32_t n_layer, mci_slabs *slabs) {
+    trial t = {.e = e, .layers = layers, .n_layer = n_layer};
+    int32_t slab[SLABS];
+    if (mci_io_asked(e->io) != MC_IO_AUTO) return;
+    t.random = (uint64_t)(mci_now() * 1e9) | 1;
+    for (bool fresh; t.n < SLABS && (slab[t.n] = mci_slabs_take(slabs, &fresh)) >= 0; t.n++) {
+        t.slab[t.n] = mci_slabs_at(slabs, slab[t.n]);
+        t.read[t.n].tag = t.n;
+        t.read[t.n].fresh = fresh ? t.slab[t.n] : NULL;
+        t.read[t.n].fresh_bytes = slabs->bytes;
+    }
+    mci_io_count(e->io, false);
+    run(&t, t.n); /* pages of the slabs and threads come into being */
+    if (!t.bad) choose(&t, MCI_MAX(READS_MIN, MCI_MIN(READS_MAX, VOLUME / slabs->bytes)));
+    mci_io_count(e->io, true);
+    while (t.n > 0) mci_slabs_give(slabs, slab[--t.n]);
+}

@@ -1,0 +1,14 @@
+/* measure.h - which way of reading is the fastest here: a few experts are read in each. */
+#ifndef MCI_MEASURE_H
+#define MCI_MEASURE_H
+#include "expert.h"
+#include "slabs.h"
+
+/* With MC_IO_AUTO: reads random experts of the layers into free slabs, directly with 2, 1 and 4
+ * lanes and by io_uring (where lanes were given, with those), goes on in the way chosen and leaves
+ * the figures in e->stats. About 8 reads and at most 60 ms each. Only direct reads are compared:
+ * what pread delivers may come from the page cache and says nothing of the disk, so it is used
+ * where direct reads are refused and nowhere else. A read that fails ends the measurement; whoever
+ * needs that expert will see the error. */
+void mci_measure_reads(mc_engine *e, const mci_experts *layers, int32_t n_layer, mci_slabs *slabs);
+#endif
