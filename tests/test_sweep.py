@@ -63,7 +63,16 @@ def test_both_columns_from_fresh_processes(capsys, narrow, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "p.png"
     args = ["bench", "sweep", "-m", str(narrow), "--ram", RAM, "--threads", "1", "--slots", "8,256"]
-    args += ["--routing", str(ZIPF), "--routing", str(UNIFORM), "--plot", str(picture)]
+    args += [
+        "--routing",
+        str(ZIPF),
+        "--routing",
+        str(UNIFORM),
+        "--plot",
+        str(picture),
+        "--io",
+        "direct",
+    ]
     assert main([*args, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     zipf, uniform = result["series"]
@@ -80,6 +89,7 @@ def test_both_columns_from_fresh_processes(capsys, narrow, tmp_path):
     assert 0.5 * slab * (large["misses"] - 64) < grown < 2 * slab * large["misses"] + (4 << 20)
     assert small["rss_python"] < small["rss_before"] <= small["peak_rss"]
     for r in zipf["rows"]:
+        assert r["io_tried"] == []  # as auto does, into the arena
         assert r["mb_per_token"] == pytest.approx(r["bytes_read"] / 80e6)
         assert r["bytes_read"] >= 0.9 * r["misses"] * 3 * 16 * 64
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -158,6 +158,8 @@ def point(
         "times": times,
         "policy": s.policy,
         "io": s.io,
+        "lanes": s.lanes,
+        "io_tried": s.io_tried,  # into a few slots, which then are resident before the first token
         "threads": s.threads,
         "files_direct": s.files_direct,
         "files_pread": s.files_pread,

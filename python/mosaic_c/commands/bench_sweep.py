@@ -121,6 +121,11 @@ def heading(many: list[Any], shapes: list[Any], rows: list[dict[str, Any]], toke
     )
     lines += [
         f"RSS before any expert is touched: {row['rss_before'] / 1e6:.1f} MB ({one.name})"
+        + (
+            "; io auto has tried reads into a few slots, other modes do not"
+            if row["io_tried"]
+            else ""
+        )
         for one, row in zip(many, rows, strict=True)
     ]
     if len(many) > 1:
