@@ -298,7 +298,7 @@ class Squeezed(Watch):
         return self.now
 
     def read(self):
-        used = 300 * MIB + self.model._held * self.model.memory.slab
+        used = 300 * MIB + self.model.engine.stats().held * self.model.memory.slab
         self.tree.put("cgroup/a/memory.max", f"{self.limit}\n")
         self.tree.put("cgroup/a/memory.current", f"{used + self.others}\n")
         self.tree.put("proc/self/status", f"VmRSS:\t {used // 1024} kB\n")
@@ -330,7 +330,7 @@ def test_pressure_in_mid_generation(folder, tree):
             got.append(piece.token)
             slots.append(model.slots)
             if i == 30:
-                before, filled = read_process()[0], model._held
+                before, filled = read_process()[0], model.engine.stats().held
                 squeezed.limit = (
                     310 * MIB
                 )  # 9.7 MiB are to stay free: nothing is left for the cache

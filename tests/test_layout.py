@@ -9,15 +9,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 C = ROOT / "mosaic_c"
 PY = ROOT / "python" / "mosaic_c"
-# The benchmark is linked into the extension: what holds for the engine holds for it.
+# The benchmarks are linked into the extension: what holds for the engine holds for them.
 BENCH = ROOT / "tests" / "c"
 BENCH_FILES = [
     BENCH / name
-    for stem in ("bench", "cases", "cases_moe", "peaks", "yardstick", "rng")
+    for stem in ("bench", "bench_io", "cases", "cases_moe", "peaks", "yardstick", "rng")
     for name in (f"{stem}.c", f"{stem}.h")
     if (BENCH / name).exists()
 ]
-BENCH_LEVELS = [{"rng", "peaks", "yardstick", "cases"}, {"cases_moe"}, {"bench"}]
+BENCH_LEVELS = [{"rng", "peaks", "yardstick", "cases"}, {"cases_moe"}, {"bench", "bench_io"}]
 
 # docs/design.md section 2: a file may include headers of its own level's left side only.
 LEVELS = [
@@ -146,7 +146,10 @@ def test_python_dependencies(path):
     assert not any(name.split(".")[0] == "ctypes" for name in found)
 
 
-@pytest.mark.parametrize("header", [C / "mosaic_c.h", BENCH / "bench.h"], ids=lambda p: p.name)
+HEADERS = [C / "mosaic_c.h", BENCH / "bench.h", BENCH / "bench_io.h"]
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=lambda p: p.name)
 def test_every_declaration_of_the_header_is_bound(header):
     text = header.read_text(encoding="ascii")
     body = text.split("/* cffi begin */")[1].split("/* cffi end */")[0]

@@ -1,10 +1,10 @@
-"""Describes the extension to cffi (API mode): declarations from two headers, all of mosaic_c/*.c and the
-benchmark of tests/c.
+"""Describes the extension to cffi (API mode): declarations from three headers, all of mosaic_c/*.c and the
+benchmarks of tests/c.
 
 The headers are the one source of truth: what lies between their two markers is read as it is, and the
 C compiler checks every declaration against it. mosaic_c.h is the engine's. The case table of tests/c
 is both the unit test and the benchmark, and ships so that users can run it (`mosaic_c bench kernels`):
-bench.h is its face.
+bench.h is its face, bench_io.h that of `mosaic_c bench io`.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from pathlib import Path
 from cffi import FFI
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCH = ("bench", "cases", "cases_moe", "peaks", "yardstick")
+BENCH = ("bench", "bench_io", "cases", "cases_moe", "peaks", "yardstick")
 
 
 def declarations(header: str) -> str:
@@ -21,11 +21,11 @@ def declarations(header: str) -> str:
 
 
 ffibuilder = FFI()
-for header in ("mosaic_c/mosaic_c.h", "tests/c/bench.h"):
+for header in ("mosaic_c/mosaic_c.h", "tests/c/bench.h", "tests/c/bench_io.h"):
     ffibuilder.cdef(declarations(header))
 ffibuilder.set_source(
     "mosaic_c._engine",
-    '#include "mosaic_c.h"\n#include "bench.h"',
+    '#include "mosaic_c.h"\n#include "bench.h"\n#include "bench_io.h"',
     # setuptools wants paths relative to the folder of setup.py
     sources=[
         *sorted(f"mosaic_c/{path.name}" for path in (ROOT / "mosaic_c").glob("*.c")),

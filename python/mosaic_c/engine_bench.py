@@ -1,11 +1,12 @@
-"""Handles of the benchmarks that are linked into the extension (tests/c/bench.h), in the manner of engine.py."""
+"""The benchmarks that are linked into the extension (tests/c/bench.h, bench_io.h), in the manner of engine.py."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from mosaic_c._engine import ffi, lib
-from mosaic_c.engine import Handle, call, create, text
+from mosaic_c.engine import IO_MODES, Handle, call, create, text
 
 
 class Bench(Handle):
@@ -47,3 +48,17 @@ class Bench(Handle):
             | {"limit": self.LIMITS[r.limit], "s": list(r.s)}
             for r in rows[0 : call(lib.mc_bench_run, self, i, rows)]
         ]
+
+
+def read_file(
+    path: str, mode: str, lanes: int, depth: int, size: int, align: int, seconds: float, seed: int
+) -> dict[str, Any]:
+    """One run of mc_bench_io: the fields of mc_bench_io_run."""
+    opts = {
+        "mode": IO_MODES[mode], "lanes": lanes, "depth": depth, "mapped": mode == "mmap", "align": align,
+        "size": size, "seconds": seconds, "seed": seed,
+    }  # fmt: skip
+    out = ffi.new("mc_bench_io_run *")
+    call(lib.mc_bench_io, os.fsencode(path), ffi.new("mc_bench_io_opts *", opts), out)
+    names = ("reads", "bytes", "cached", "wall_s", "cpu_s", "lanes", "lanes_ran")
+    return {name: getattr(out, name) for name in names} | {"direct": bool(out.direct)}

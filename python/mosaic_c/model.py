@@ -36,8 +36,9 @@ class Model:
     """Weights, cache and threads. Use as a context manager, or close() it.
 
     folder, config, plan, memory: what was opened and how memory was divided. ctx: tokens a session may hold.
-    trace: a trace.TraceWriter that receives every layer's routing, or None. notes: what the memory guard had
-    to say, the latest last; on_note: called with each.
+    trace: a trace.TraceWriter that receives every layer's routing, or None. routing: None, or
+    (MoE layer, positions (n,)) -> expert ids (n, top_k) int32 to use in place of the router's (routing.Routing).
+    notes: what the memory guard had to say, the latest last; on_note: called with each.
     """
 
     def __init__(
@@ -49,11 +50,11 @@ class Model:
         self.plan, self.memory = plan, memory
         self.ctx, self.vocab = memory.ctx, plan.vocab
         self.trace: Any = None
+        self.routing: Callable[[int, np.ndarray], np.ndarray] | None = None
         self.slots = memory.slots
         self.guard, self.watch = Guard(memory.slots, memory.hard, memory.unit), Watch(memory.budget)
         self.notes: deque[str] = deque(maxlen=100)
         self.on_note: Callable[[str], None] | None = None
-        self._held = self._filled = 0
         self.counters = Counters()
         self._closed = False
         self._traced = 0
@@ -220,6 +221,7 @@ class Model:
         routing: list[list[np.ndarray]] = []
         started = time.perf_counter()
         step, layers, trace, x_all = self._step(), self.layers, self.trace, self._x
+        routers = self.routing
         try:
             step.begin([s._handle for s in sessions])
             done, total = [0] * len(work), sum(map(len, tokens))
@@ -231,6 +233,8 @@ class Model:
                 ids = np.concatenate(
                     [t[d : d + c] for t, d, c in zip(tokens, done, counts, strict=True)]
                 )
+                spans = zip(before, done, counts, strict=True)
+                places = np.concatenate([np.arange(b + d, b + d + c) for b, d, c in spans])
                 with self._compute:  # calls of other threads take turns chunk by chunk
                     step.chunk(counts)
                     x = x_all[: len(ids)]
@@ -240,7 +244,8 @@ class Model:
                             self.relieve()
                         mixer.forward(step, x)
                         record = trace is not None and index >= 0
-                        moe.forward(step, x, self._routed[index] if record else None)
+                        forced = routers(index, places) if routers and index >= 0 else None
+                        moe.forward(step, x, self._routed[index] if record else None, forced)
                         if progress is not None:
                             at = sum(done) * len(layers) + (n + 1) * len(ids)
                             progress(at, total * len(layers))

@@ -1,4 +1,5 @@
-"""`bench`: measures this machine. `bench kernels` times the engine's kernels beside its limits."""
+"""`bench`: measures this machine. `bench kernels` times the engine's kernels beside its limits; `io` and
+`sweep` are in modules of their own."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import json
 import sys
 from typing import Any
 
+from mosaic_c.commands import bench_io, bench_sweep
 from mosaic_c.limits import format_size
 
 
@@ -14,7 +16,7 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
     parser = sub.add_parser(
         "bench",
         help="measure this machine",
-        description="Measures this machine. No model is needed.",
+        description="Measures this machine.",
     )
     which = parser.add_subparsers(dest="bench", metavar="WHAT", required=True)
     kernels = which.add_parser(
@@ -44,6 +46,8 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
         help="one JSON object on stdout, with the seconds of every run",
     )
     kernels.set_defaults(run=run)
+    bench_io.add_parser(which)
+    bench_sweep.add_parser(which)
 
 
 def run(args: argparse.Namespace) -> int:

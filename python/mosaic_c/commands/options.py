@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from mosaic_c.errors import UsageError
+
 
 def add_model_options(parser: argparse.ArgumentParser, required: bool = False) -> None:
     """--model and everything that says how it runs, with defaults in the help text."""
@@ -40,6 +42,14 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of plan_model and open_model."""
     names = ("ram", "ctx", "threads", "io", "policy", "slots", "kv")
     return {name: getattr(args, name) for name in names}
+
+
+def numbers(name: str, text: str) -> list[int]:
+    """Whole numbers of an option such as "1,2,4"."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"{name}: expected whole numbers such as 1,2,4, got {text!r}") from None
 
 
 def cache_folder() -> Path:
