@@ -1,4 +1,4 @@
-"""The budget holds, page cache included: v4-mini (526 MB) in 160 MB. See memory.py for larger models."""
+"""The budget holds, page cache included: v4-mini (497 MB) in 160 MB. See memory.py for larger models."""
 
 import warnings
 

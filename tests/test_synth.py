@@ -314,7 +314,7 @@ def test_every_shape_is_what_its_family_expects(shape, dtype):
         ("qwen3.6-35b-a3b", "bf16", 34_660_610_688, 693, 69_321_221_376, 21),
         ("qwen3-30b-a3b", "fp8", 30_532_122_624, 37_491, 31_170_895_872, 8),
         ("q35-mid", "fp8", 3_430_010_752, 12_635, 3_498_700_672, 1),
-        ("v4-mini", "bf16", 492_054_016, 6_219, 984_108_032, 1),
+        ("v4-mini", "bf16", 463_480_320, 6_219, 926_960_640, 1),
         ("tiny", "fp8", 1_172_584, 473, 1_282_812, 1),
     ],
 )
@@ -503,7 +503,7 @@ def test_short_writes_are_continued(tmp_path, made, monkeypatch):
 
 
 def test_memory_stays_bounded(tmp_path):
-    """A model of 190 MB, in a process of its own: a few tiles and write buffers, nothing more."""
+    """A model of 230 MB, in a process of its own: a few tiles and write buffers, nothing more."""
     code = (
         "import numpy, re, sys\n"
         "def peak():\n"
@@ -521,7 +521,7 @@ def test_memory_stays_bounded(tmp_path):
         text=True,
     ).stdout
     written, grown = map(int, out.split())
-    assert written > 250 and grown < 64, out
+    assert written > 200 and grown < 64, out
     shutil.rmtree(tmp_path / "m")
 
 

@@ -82,7 +82,7 @@ SHAPES = {s.name: s for s in (
     _small(name="tiny", family="qwen3_5_moe", layers=4, hidden=96, vocab=512, experts=16, top_k=4,
            width=48, shared_width=48, heads=4, kv_heads=2, head_dim=32, rotary=0.25,
            rope_theta=1e7, max_positions=4096, k_heads=2, v_heads=4, dk=16, dv=16),
-    _small(name="v4-mini", family="qwen3_moe", layers=8, hidden=512, vocab=32000, experts=256,
+    _small(name="v4-mini", family="qwen3_moe", layers=8, hidden=512, vocab=4096, experts=256,
            top_k=6, width=144, heads=8, kv_heads=2, head_dim=64, rope_theta=1e6,
            max_positions=32768),
     _small(name="q35-mid", family="qwen3_5_moe", layers=16, hidden=1024, vocab=32000, experts=128,
