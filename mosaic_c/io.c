@@ -136,8 +136,8 @@ static void *lane_main(void *arg) {
             pthread_cond_wait(&io->work, &io->lock);
             continue;
         }
-        io->stats.lanes_ran += !ran;
-        ran = true;
+        io->stats.lanes_ran += io->count && !ran;
+        ran |= io->count;
         pthread_mutex_unlock(&io->lock);
         begin(r);
         for (int32_t i = 0; i < r->n_run && r->err.code == MC_OK; i++) read_run(io, r, i, 0);
@@ -195,8 +195,8 @@ static void *ring_main(void *arg) {
         mci_read *r = NULL;
         if (!io->ring_stop && under_way < io->active) r = take(&io->queue, &io->queue_end);
         if (!r && io->ring_stop && !under_way) break;
-        io->stats.lanes_ran += r && !ran;
-        ran |= r != NULL;
+        io->stats.lanes_ran += r && io->count && !ran;
+        ran |= r && io->count;
         io->ring_sleeps = !r;
         pthread_mutex_unlock(&io->lock);
         double seconds;

@@ -41,7 +41,7 @@ typedef struct mci_io_stats {
     double busy_s; /* wall time during which a read was submitted and not finished */
     int32_t mode;  /* really in use: MC_IO_PREAD where every file refused direct reads */
     int32_t lanes; /* reads that may be under way at once: threads, or places in the ring */
-    int32_t lanes_ran, files_direct, files_pread; /* threads that read */
+    int32_t lanes_ran, files_direct, files_pread; /* threads that did counted reads */
     int64_t retried; /* runs that a ring did not bring whole, so that its thread read the rest */
     int32_t depth;   /* the largest number of reads submitted and not finished */
     char note[256];  /* why a file that was to be read directly is not; "" where none */

@@ -103,9 +103,12 @@ static int read_mapped(mci_file *f, const mci_shim *shim, const mci_run *run, in
                        mc_error *err) {
     const int64_t page = sysconf(_SC_PAGESIZE), from = run->offset & -page;
     const int64_t bytes = mci_round_up(run->offset + run->bytes, page) - from;
+    struct stat st;
     int rc = -1;
-    if (!f->map || run->offset + run->bytes > f->size)
-        return fail_read(f, run, MCI_MAX(f->size - run->offset, 0), 0, err);
+    if (fstat(f->fd, &st) < 0) return fail_read(f, run, 0, errno, err);
+    int64_t size = f->map ? MCI_MIN(f->size, st.st_size) : 0; /* emulators populate nothing */
+    if (run->offset + run->bytes > size)
+        return fail_read(f, run, MCI_MAX(size - run->offset, 0), 0, err);
     if (!shim->fn) madvise(f->map + from, (size_t)bytes, MADV_WILLNEED); /* not page by page */
 #ifdef MADV_POPULATE_READ
     while (!shim->fn && (rc = madvise(f->map + from, (size_t)bytes, MADV_POPULATE_READ)) < 0 &&

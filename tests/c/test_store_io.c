@@ -127,6 +127,8 @@ static mc_stats opened_with(disk *d, int io, int lanes, double *seconds) {
         CHECK(use_all(e, s, l, false, &err) == E, "all slabs are free again: %s", err.message);
     mc_engine_stats(e, &st, &err);
     CHECK(st.reads == L * E, "%lld reads", (long long)st.reads);
+    CHECK(st.lanes_ran >= 1 && st.lanes_ran <= (st.io == MC_IO_URING ? 1 : st.lanes),
+          "threads of the measurement are not those that read: %d", st.lanes_ran);
     mc_store_free(s);
     CHECK(e->mem.total == 0, "leak");
     mc_engine_free(e);
