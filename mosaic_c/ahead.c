@@ -21,7 +21,7 @@ int mci_fetch(mc_engine *e, mci_slabs *slabs, const mci_experts *x, int32_t expe
     bool fresh;
     *slab = mci_slabs_take(slabs, &fresh);
     uint8_t *p = mci_slabs_at(slabs, *slab);
-    mci_experts_read(x, expert, p, r);
+    mci_experts_read(x, expert, p, slabs->eager, r);
     r->fresh = fresh ? p : NULL;
     r->fresh_bytes = slabs->bytes;
     r->tag = tag;
@@ -31,7 +31,8 @@ int mci_fetch(mc_engine *e, mci_slabs *slabs, const mci_experts *x, int32_t expe
 }
 
 void mci_fetched(mci_slabs *slabs, const mci_read *r, int32_t slab) {
-    mci_slabs_set_no_nan(slabs, slab, r->scan && !r->found);
+    mci_slabs_filled(slabs, slab);
+    if (r->search) mci_slabs_searched(slabs, slab, r->found);
 }
 
 int mci_ahead_open(mci_ahead *a, mc_engine *e, mci_slabs *slabs, int32_t n, mc_error *err) {

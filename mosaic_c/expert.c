@@ -124,40 +124,42 @@ static void check_record(const mci_experts *x, mci_read *r) {
                  (long long)run->offset, x->ref[r->which].crc, crc);
 }
 
-static bool scan_expert(mci_read *r) {
-    const mci_experts *x = r->owner;
-    const mci_layout l = mci_experts_layout(x, r->which);
-    if (x->ref[r->which].record) check_record(x, r);
-    for (int k = 0; k < 3 && r->err.code == MC_OK; k++) {
-        const mci_mat m = mat_of(x, r->which, k);
-        int i = l.n_run - 1;
-        while (l.at[i] > l.part[k]) i--;
-        const uint8_t *block = r->run[i].dst - r->run[i].offset % MCI_IO_BLOCK;
-        if (m.dtype == MC_F8E4M3 &&
-            x->e->ops->f8_has_nan(block + (l.part[k] - l.at[i]), mat_bytes(&m)))
-            return true;
+/* A part of an expert: in its slab, or in the mapping of its file. */
+static const uint8_t *place(const mci_experts *x, const uint8_t *slab, int64_t part, int32_t file,
+                            int64_t offset) {
+    return slab ? slab + part : mci_io_at(x->e->io, file, offset);
+}
+
+bool mci_experts_have_nan(const mci_experts *x, int32_t expert, const uint8_t *slab) {
+    const mci_layout l = mci_experts_layout(x, expert);
+    for (int k = 0; k < 3; k++) {
+        const mci_mat m = mat_of(x, expert, k);
+        const mci_mat_ref *at = &x->ref[expert].mat[k];
+        const uint8_t *data = place(x, slab, l.part[k], at->file, at->offset);
+        if (m.dtype == MC_F8E4M3 && x->e->ops->f8_has_nan(data, mat_bytes(&m))) return true;
     }
     return false;
 }
 
-void mci_experts_read(const mci_experts *x, int32_t expert, uint8_t *slab, mci_read *r) {
+static bool scan_expert(mci_read *r) {
+    const mci_experts *x = r->owner;
+    if (x->ref[r->which].record) check_record(x, r);
+    return r->search && r->err.code == MC_OK && mci_experts_have_nan(x, r->which, r->slab);
+}
+
+void mci_experts_read(const mci_experts *x, int32_t expert, uint8_t *slab, bool search,
+                      mci_read *r) {
     const mci_expert_ref *ref = &x->ref[expert];
     mci_layout l = mci_experts_layout(x, expert);
     r->n_run = l.n_run;
     for (int32_t i = 0; i < l.n_run; i++)
         r->run[i] = (mci_run){l.run[i].file, l.run[i].offset, l.run[i].bytes,
                               slab ? slab + l.at[i] + l.run[i].offset % MCI_IO_BLOCK : NULL};
-    bool scan = ref->record;
-    for (int k = 0; k < 3; k++) scan |= ref->mat[k].dtype == MC_F8E4M3;
-    r->scan = scan ? scan_expert : NULL;
+    r->scan = ref->record || search ? scan_expert : NULL;
+    r->search = search;
+    r->slab = slab;
     r->owner = x;
     r->which = expert;
-}
-
-/* A part of an expert: in its slab, or in the mapping of its file. */
-static const uint8_t *place(const mci_experts *x, const uint8_t *slab, int64_t part, int32_t file,
-                            int64_t offset) {
-    return slab ? slab + part : mci_io_at(x->e->io, file, offset);
 }
 
 void mci_experts_mats(const mci_experts *x, int32_t expert, const uint8_t *slab, bool no_nan,

@@ -61,9 +61,12 @@ int mci_experts_bind(mc_engine *e, mci_experts *x, int32_t layer, const mc_exper
 void mci_experts_free(mc_engine *e, mci_experts *x);
 mci_layout mci_experts_layout(const mci_experts *x, int32_t expert);
 /* Fills the ranges of a read of an expert into its slab (NULL: into the mapping of its file), and
- * the scan: the lane checks the CRC of a record and searches FP8 for NaN codes (r->found). x must
- * stay where it is until the read ends. */
-void mci_experts_read(const mci_experts *x, int32_t expert, uint8_t *slab, mci_read *r);
+ * the scan: the lane checks the CRC of a record and, where search is true, searches FP8 for NaN
+ * codes (r->found). x must stay where it is until the read ends. */
+void mci_experts_read(const mci_experts *x, int32_t expert, uint8_t *slab, bool search,
+                      mci_read *r);
+/* Whether an FP8 code of the expert in `slab` is a NaN. */
+bool mci_experts_have_nan(const mci_experts *x, int32_t expert, const uint8_t *slab);
 /* gate, up and down of an expert that lies in `slab` (NULL: in the mapping of its file); no_nan:
  * such a search found nothing. */
 void mci_experts_mats(const mci_experts *x, int32_t expert, const uint8_t *slab, bool no_nan,

@@ -24,8 +24,10 @@ typedef struct mci_read {
     /* NULL, or called by the lane, outside read_s, once the bytes of all runs lie at their dst. It
      * may refuse them: by err, like a read that failed */
     bool (*scan)(struct mci_read *r);
-    const void *owner; /* the scan's own */
+    const void *owner; /* the scan's own, as are the next three */
+    const uint8_t *slab;
     int32_t which;
+    bool search;
     bool found;    /* what scan said; false: no scan, or the read failed */
     mc_error err;  /* code 0: complete */
     int64_t bytes; /* taken from the file, superset included */

@@ -24,7 +24,7 @@ static int32_t below(trial *t, int32_t n) { /* xorshift: any experts but those o
 /* Another expert into the read's slab. */
 static void submit(trial *t, mci_read *r) {
     const mci_experts *x = &t->layers[below(t, t->n_layer)];
-    mci_experts_read(x, below(t, x->n), t->slab[r->tag], r);
+    mci_experts_read(x, below(t, x->n), t->slab[r->tag], false, r);
     for (int32_t i = 0; i < r->n_run; i++) t->bad |= !mci_io_direct(t->e->io, r->run[i].file);
     if (!t->bad) t->bad = mci_io_submit(t->e->io, r, NULL) < 0;
 }

@@ -14,6 +14,7 @@ typedef struct mci_slabs {
     uint8_t *arena;     /* MCI_IO_BLOCK-aligned */
     void *arena_mem, *table;
     int64_t arena_bytes, table_bytes;
+    bool eager;         /* what comes stays: the lane that reads it may search it for NaN codes */
     int64_t given_back; /* bytes of the arena that a shrink returned to the system */
 } mci_slabs;
 
@@ -27,8 +28,12 @@ uint8_t *mci_slabs_at(const mci_slabs *s, int32_t slab);
 /* A free slab, -1: none. *fresh: its pages do not exist yet, but are about to. */
 int32_t mci_slabs_take(mci_slabs *s, bool *fresh);
 void mci_slabs_give(mci_slabs *s, int32_t slab);
-/* No FP8 code in the slab is a NaN. */
-void mci_slabs_set_no_nan(mci_slabs *s, int32_t slab, bool no_nan);
+/* Another expert lies in the slab. Nothing is known of it. */
+void mci_slabs_filled(mci_slabs *s, int32_t slab);
+/* Its expert is used. true: it was so often that to search it for NaN codes now pays. */
+bool mci_slabs_used(mci_slabs *s, int32_t slab);
+void mci_slabs_searched(mci_slabs *s, int32_t slab, bool has_nan);
+/* No FP8 code in the slab is a NaN, as far as a search has shown. */
 bool mci_slabs_no_nan(const mci_slabs *s, int32_t slab);
 /* Keeps the first `limit` slabs: owned ones that lie beyond move into free ones, what is left over
  * goes back to the system, or is taken from the budget again (MC_EBUDGET: nothing changed). owner

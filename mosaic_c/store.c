@@ -213,7 +213,9 @@ static int open_cache(mc_store *s, int64_t slots, int32_t ahead, int64_t slab_by
         s->spare = r;
     }
     s->slots = s->slots_max = slots;
-    return mci_slabs_open(&s->slabs, s->e, n, slab_bytes, mapped(s), err);
+    rc = mci_slabs_open(&s->slabs, s->e, n, slab_bytes, mapped(s), err);
+    s->slabs.eager = capacity(s, slots) == (int64_t)s->n_layer * s->n_expert;
+    return rc;
 }
 
 int mc_store_open(mc_store *s, int64_t slots, int32_t ahead, mc_error *err) {
@@ -454,9 +456,11 @@ int mci_store_next(mc_store *s, mci_expert_view *out, int32_t max, bool wait, mc
         for (; n < max && s->ready_head < s->ready_tail; n++) {
             int32_t i = s->ready[s->ready_head++];
             entry *en = &s->line[i];
+            const uint8_t *slab = mci_slabs_at(&s->slabs, en->slab);
             mci_mat m[3];
-            mci_experts_mats(x, en->expert, mci_slabs_at(&s->slabs, en->slab),
-                             mci_slabs_no_nan(&s->slabs, en->slab), m);
+            if (mci_slabs_used(&s->slabs, en->slab))
+                mci_slabs_searched(&s->slabs, en->slab, mci_experts_have_nan(x, en->expert, slab));
+            mci_experts_mats(x, en->expert, slab, mci_slabs_no_nan(&s->slabs, en->slab), m);
             out[n] = (mci_expert_view){.index = i, .gate = m[0], .up = m[1], .down = m[2]};
             en->state = TAKEN;
         }
