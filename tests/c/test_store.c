@@ -162,14 +162,24 @@ static int64_t injected(void *ctx, int fd, void *buf, int64_t n, int64_t off) {
     pthread_mutex_lock(&j->lock);
     uint64_t dice = rng_next(&j->r);
     j->calls++;
+    bool shorten = j->shorten;
+    int fail_percent = j->fail_percent;
     pthread_mutex_unlock(&j->lock);
     if (j->delay) usleep((useconds_t)(dice % 100));
-    if ((int)(dice >> 20 & 0xffff) % 100 < j->fail_percent) {
+    if ((int)(dice >> 20 & 0xffff) % 100 < fail_percent) {
         errno = EIO;
         return -1;
     }
-    if (j->shorten && n > 1 && dice >> 40 & 1) n = 1 + n / 2;
+    if (shorten && n > 1 && dice >> 40 & 1) n = 1 + n / 2;
     return pread(fd, buf, (size_t)n, off);
+}
+
+/* Guesses may be read just now. */
+static void inject_now(inject *j, int fail_percent, bool shorten) {
+    pthread_mutex_lock(&j->lock);
+    j->fail_percent = fail_percent;
+    j->shorten = shorten;
+    pthread_mutex_unlock(&j->lock);
 }
 
 /* ---- one line, used in a random way ---- */
@@ -253,8 +263,8 @@ static void check_random(const model *m, int policy, int lanes, int io, int64_t 
         int quit = rng_below(&r, 10) ? E + 1 : (int)rng_below(&r, (uint64_t)n);
         mci_io_stats st;
         if (quit <= E && !faults) quit = E + 1; /* the shadow cannot know what an early end drops */
-        j.fail_percent = faults && rng_below(&r, 3) == 0 ? 15 : 0;
-        j.shorten = rng_below(&r, 2);
+        int fail_percent = faults && rng_below(&r, 3) == 0 ? 15 : 0;
+        inject_now(&j, fail_percent, rng_below(&r, 2));
         mci_enter(e, &err);
         if (layer == 0) {
             mci_store_token(s, false);
@@ -279,7 +289,7 @@ static void check_random(const model *m, int policy, int lanes, int io, int64_t 
                   (long long)(st.reads - base_reads), (long long)(e->stats.misses - was));
         base_reads = st.reads;
         if (faults && rc < 0) { /* the same line works when the disk does */
-            j.fail_percent = 0;
+            inject_now(&j, 0, false);
             rc = mci_store_begin(s, layer, ids, n, &err);
             CHECK(rc == MC_OK, "%s", err.message);
             rc = use_line(s, m, &r, layer, ids, n, E + 1, &err);
@@ -319,8 +329,8 @@ static void check_random(const model *m, int policy, int lanes, int io, int64_t 
           "%d ahead: %lld read, %lld used", ahead, (long long)e->stats.ahead_reads,
           (long long)e->stats.ahead_used);
     mci_policy_free(shadow);
+    mc_store_free(s); /* and with it the guesses on their way */
     mci_io_inject(e->io, NULL, NULL);
-    mc_store_free(s);
     CHECK(e->mem.total == 0, "leak of %lld bytes", (long long)e->mem.total);
     mc_engine_free(e);
 }
