@@ -101,7 +101,7 @@ def test_no_expert_makes_way_for_a_chunk_that_saves_no_reads(tmp_path):
 
 def generate(folder, *args, tokens=900, terminal=True, **options):
     """(status, stderr) of a `generate` of one token whose stderr is a terminal or a pipe."""
-    ids = ",".join(map(str, IDS[:tokens]))
+    ids = ",".join(map(str, (IDS * 3)[:tokens]))
     command = [sys.executable, "-m", "mosaic_c", "generate", "--ids", ids, "-m", str(folder)]
     command += ["-n", "1", "--temp", "0", "--json", *args]
     if not terminal:
@@ -126,7 +126,7 @@ BAR = r"prompt: +\d+%.*\| \d+/\d+ tokens \[\d\d:\d\d<\d\d:\d\d"
 
 
 def test_progress_of_a_slow_prompt_on_a_terminal(folder):
-    status, text = generate(folder, *SLOW, tokens=900)
+    status, text = generate(folder, *SLOW, tokens=3000)  # several seconds
     assert status == 0
     assert re.search(BAR, text), text[-500:]  # with the time that is left
     assert text.endswith("\r") and text[:-1].rpartition("\r")[2].strip() == ""  # cleared
@@ -137,7 +137,7 @@ def test_progress_of_a_slow_prompt_on_a_terminal(folder):
     [(["--quiet"], True, False), ([], False, False), (["--verbose"], False, True)],
 )
 def test_where_progress_is_shown(folder, args, terminal, shown):
-    status, text = generate(folder, *SLOW, *args, tokens=900, terminal=terminal)
+    status, text = generate(folder, *SLOW, *args, tokens=3000, terminal=terminal)
     assert status == 0 and bool(re.search(BAR, text)) == shown
 
 
