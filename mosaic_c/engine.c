@@ -40,8 +40,9 @@ int mc_engine_create(const mc_engine_opts *opts, mc_engine **out, mc_error *err)
     *out = NULL;
     if (opts->threads < 1 || opts->threads > 256)
         return mci_fail(err, MC_EINVAL, 0, "threads: expected 1..256, got %d", opts->threads);
-    if (opts->lanes < 0 || opts->lanes > 64)
-        return mci_fail(err, MC_EINVAL, 0, "lanes: expected 0..64, got %d", opts->lanes);
+    if (opts->lanes < 0 || opts->lanes > 64 || opts->most < 0 || opts->most > 64)
+        return mci_fail(err, MC_EINVAL, 0, "lanes: expected 0..64, got %d, at most %d", opts->lanes,
+                        opts->most);
     if (opts->budget < 0)
         return mci_fail(err, MC_EINVAL, 0, "budget: expected bytes, got %lld",
                         (long long)opts->budget);
@@ -54,6 +55,7 @@ int mc_engine_create(const mc_engine_opts *opts, mc_engine **out, mc_error *err)
     if ((rc = mci_ops_get(opts->isa, &e->ops, err)) < 0) goto fail;
     if ((rc = mci_pool_create(opts->threads, &e->pool, err)) < 0) goto fail;
     if ((rc = mci_io_create(opts->io, opts->lanes, &e->io, err)) < 0) goto fail;
+    if ((rc = mci_io_allow(e->io, opts->most, err)) < 0) goto fail;
     *out = e;
     return MC_OK;
 fail:
@@ -148,7 +150,7 @@ void mc_engine_cancel(mc_engine *e, int on) {
 
 int mc_io_mode(int32_t mode, mc_error *err) { return mci_io_mode(mode, err); }
 
-int mc_io_most(int32_t mode) { return mci_io_most(mode); }
+int mc_io_most(int32_t mode, int64_t bytes) { return mci_io_most(mode, bytes); }
 
 int mc_engine_file(mc_engine *e, const char *path, mc_error *err) {
     int rc = mci_enter(e, err);

@@ -10,7 +10,6 @@
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include "io_uring.h"
@@ -18,6 +17,8 @@
 enum {
     LANES_DIRECT = 2,
     LANES_BUFFERED = 4,
+    LANES_MOST = 16,
+    UNDER_WAY = 2 << 20, /* bytes that keep a disk busy */
     RUNS = 3, /* of a read: places in the ring */
     LANE_STACK = 256 << 10
 };
@@ -51,25 +52,12 @@ struct mci_io {
 
 /* ---- one read -------------------------------------------------------------------------------- */
 
-/* Huge pages that exist before the read make direct reads several times faster than pages that
- * appear one by one. Clearing them takes as long as reading on some virtual machines, so it is done
- * here and not in the thread that computes. */
-static void prefault(uint8_t *p, int64_t bytes) {
-#ifdef MADV_POPULATE_WRITE
-    uintptr_t from = (uintptr_t)p & ~(uintptr_t)(MCI_IO_BLOCK - 1);
-    if (madvise((void *)from, (size_t)bytes + (size_t)((uintptr_t)p - from), MADV_POPULATE_WRITE) ==
-        0)
-        return;
-#endif
-    for (int64_t i = 0; i < bytes; i += MCI_IO_BLOCK) ((volatile uint8_t *)p)[i] = 0;
-}
-
 static void begin(mci_read *r) {
     r->began = mci_now();
     r->err.code = MC_OK;
     r->bytes = 0;
     r->found = false;
-    if (r->fresh) prefault(r->fresh, r->fresh_bytes);
+    if (r->fresh) mci_prefault(r->fresh, r->fresh_bytes);
 }
 
 /* The k-th run in this thread, after `done` bytes of its superset. */
@@ -261,7 +249,12 @@ int mci_io_mode(int mode, mc_error *err) {
     return rc;
 }
 
-int mci_io_most(int mode) { return (void)mode, LANES_BUFFERED; }
+/* Small reads need more of them to keep a disk busy: 110 KB 2.2 GB/s with 2, 3.1 with 8; 1.5 MB the
+ * same with either. */
+int mci_io_most(int mode, int64_t bytes) {
+    if (mode == MC_IO_PREAD || mode == MC_IO_MMAP || bytes < 1) return LANES_BUFFERED;
+    return (int)MCI_MAX(LANES_BUFFERED, MCI_MIN(LANES_MOST, UNDER_WAY / bytes));
+}
 
 /* Under the lock. Threads here take no signals: Ctrl-C belongs to the program's own. */
 static int start_threads(mci_io *io, mc_error *err) {
@@ -301,7 +294,7 @@ int mci_io_create(int mode, int lanes, mci_io **out, mc_error *err) {
     io->asked = mode;
     io->mode = mode == MC_IO_AUTO ? MC_IO_DIRECT : mode;
     io->given = lanes > 0;
-    io->most = lanes ? lanes : mci_io_most(mode);
+    io->most = lanes ? lanes : LANES_BUFFERED;
     io->active = !lanes && io->mode == MC_IO_DIRECT ? LANES_DIRECT : io->most;
     io->count = true;
     io->queue_end = &io->queue;
@@ -322,6 +315,17 @@ int mci_io_create(int mode, int lanes, mci_io **out, mc_error *err) {
     }
     *out = io;
     return MC_OK;
+}
+
+int mci_io_allow(mci_io *io, int most, mc_error *err) {
+    if (io->given || most <= io->most) return MC_OK;
+    lane *more = realloc(io->lane, (size_t)most * sizeof *more);
+    if (!more) return mci_fail(err, MC_ENOMEM, 0, "io: out of memory");
+    io->lane = more;
+    io->most = most;
+    if (!io->ring) return MC_OK;
+    close_ring(io);
+    return open_ring(io, err);
 }
 
 void mci_io_free(mci_io *io) {

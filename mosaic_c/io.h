@@ -51,12 +51,16 @@ typedef struct mci_io_stats {
 
 /* Whether this system can do a mode at all; MC_ESYS: why not. */
 int mci_io_mode(int mode, mc_error *err);
-/* Reads at once that memory is to be planned for, of a mode whose number of lanes is not given. */
-int mci_io_most(int mode);
+/* Reads at once that memory is to be planned for, of so many bytes each, in a mode whose number of
+ * lanes is not given. */
+int mci_io_most(int mode, int64_t bytes);
 /* lanes: reads under way at once (threads, for uring the depth of its ring); 0: 2 while direct
  * reads work, 4 buffered and mapped, 4 for uring. Threads start with the first submit. MC_ESYS:
  * uring is asked for and not there. */
 int mci_io_create(int mode, int lanes, mci_io **out, mc_error *err);
+/* Where the number of lanes is not given: up to `most` may be used (mci_io_use). Before any
+ * read. */
+int mci_io_allow(mci_io *io, int most, mc_error *err);
 /* Waits for reads in progress, stops the threads, then closes the files. */
 void mci_io_free(mci_io *io);
 bool mci_io_idle(mci_io *io); /* no read is outstanding */
@@ -70,7 +74,7 @@ int mci_io_open(mci_io *io, const char *path, mc_error *err);
 int64_t mci_io_size(mci_io *io, int32_t file); /* -1: no such file */
 const char *mci_io_path(mci_io *io, int32_t file);
 bool mci_io_direct(mci_io *io, int32_t file); /* it is read directly */
-/* Reads that may ever be under way at once: lanes as given, or mci_io_most. */
+/* Reads that may ever be under way at once: lanes as given, or 4, or as allowed. */
 int mci_io_lanes(mci_io *io);
 int mci_io_asked(const mci_io *io); /* the mode given to create */
 bool mci_io_lanes_given(const mci_io *io);

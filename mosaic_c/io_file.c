@@ -298,3 +298,13 @@ int mci_files_find(mci_files *t, const mci_run *run, mci_file **f, mc_error *err
                         (*f)->path, (long long)run->bytes, (long long)run->offset);
     return MC_OK;
 }
+
+void mci_prefault(uint8_t *p, int64_t bytes) {
+#ifdef MADV_POPULATE_WRITE
+    uintptr_t from = (uintptr_t)p & ~(uintptr_t)(MCI_IO_BLOCK - 1);
+    if (madvise((void *)from, (size_t)bytes + (size_t)((uintptr_t)p - from), MADV_POPULATE_WRITE) ==
+        0)
+        return;
+#endif
+    for (int64_t i = 0; i < bytes; i += MCI_IO_BLOCK) ((volatile uint8_t *)p)[i] = 0;
+}

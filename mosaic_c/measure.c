@@ -83,7 +83,11 @@ static void choose(trial *t, int64_t reads) {
 void mci_measure_reads(mc_engine *e, const mci_experts *layers, int32_t n_layer, mci_slabs *slabs) {
     trial t = {.e = e, .layers = layers, .n_layer = n_layer};
     int32_t slab[SLABS];
-    if (mci_io_asked(e->io) != MC_IO_AUTO || !mci_io_idle(e->io)) return;
+    const int asked = mci_io_asked(e->io), most = mci_io_lanes(e->io);
+    const bool direct = mci_io_direct(e->io, layers[0].ref[0].mat[0].file);
+    if (asked != MC_IO_AUTO && direct && most > 4 && !mci_io_lanes_given(e->io))
+        mci_io_use(e->io, asked, most, NULL); /* small experts: unmeasured, but never slower */
+    if (asked != MC_IO_AUTO || !mci_io_idle(e->io)) return;
     t.random = (uint64_t)(mci_now() * 1e9) | 1;
     for (bool fresh; t.n < SLABS && (slab[t.n] = mci_slabs_take(slabs, &fresh)) >= 0; t.n++) {
         t.slab[t.n] = mci_slabs_at(slabs, slab[t.n]);

@@ -4,7 +4,7 @@
 #include "expert.h"
 #include "slabs.h"
 
-/* With MC_IO_AUTO: reads random experts of the layers into free slabs, directly with 2, 1 and 4
+/* With MC_IO_AUTO: reads random experts of the layers into free slabs, directly with 2, 1 and most
  * lanes and by io_uring (where lanes were given, with those), goes on in the way chosen and leaves
  * the figures in e->stats. About 8 reads and at most 60 ms each. Only direct reads are compared:
  * what pread delivers may come from the page cache and says nothing of the disk, so it is used

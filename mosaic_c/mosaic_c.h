@@ -104,11 +104,13 @@ enum { MC_IO_AUTO = 0, MC_IO_PREAD = 1, MC_IO_DIRECT = 2, MC_IO_URING = 3, MC_IO
  *   pread   through the page cache, which is emptied of it at once
  *   uring   direct reads kept in a ring of the kernel by one thread (io_uring)
  *   mmap    experts stay in mapped files: all of them must fit the budget
- *   auto    direct or uring with 1, 2 or 4 lanes, whichever a few reads of experts at mc_store_open
- *           show to be the fastest; the simpler one where they differ by less than a tenth */
+ *   auto    direct or uring with 1, 2 or `most` lanes, whichever a few reads of experts at
+ *           mc_store_open show to be the fastest; the simpler one where they differ by less than a
+ *           tenth */
 typedef struct mc_engine_opts {
     int32_t threads;   /* compute threads, 1..256 */
-    int32_t lanes;     /* reads under way at once, 1..64; 0: the mode's own number */
+    int32_t lanes;     /* reads under way at once, 1..64; 0: the mode's own number, */
+    int32_t most;      /* which for experts may be up to this (mc_io_most); 0: 4 */
     int32_t io;        /* MC_IO_... */
     int64_t budget;    /* bytes the engine may allocate in all; 0: no limit */
     const char *isa;   /* kernel set by name (mc_engine_isas); NULL: the best */
@@ -119,9 +121,9 @@ void mc_engine_free(mc_engine *e);
 /* MC_OK where this system can read in a mode; MC_ESYS: it has no io_uring, the message says why.
  * mc_engine_create refuses such a mode the same way. */
 int mc_io_mode(int32_t mode, mc_error *err);
-/* Reads that may be under way at once in a mode with opts.lanes 0: for each of them the store has a
- * slab beside its slots (none for mmap). */
-int mc_io_most(int32_t mode);
+/* opts.most for experts of so many bytes: small reads need more at once. The store has a slab for
+ * each of them beside its slots (none for mmap). */
+int mc_io_most(int32_t mode, int64_t bytes);
 /* Opens a file for reading and returns its id (>= 0). Where a file system refuses direct reads it
  * is read buffered: mc_stats says how many files are read each way, and why. */
 int mc_engine_file(mc_engine *e, const char *path, mc_error *err);
@@ -331,7 +333,7 @@ int64_t mc_thread_bytes(int32_t dtype, int64_t cols);
 /* slots: experts the cache may hold: in all, or per layer for MC_POLICY_LAYER_LRU. ahead: slabs for
  * experts that the router of the next layer names beforehand (0: no reading ahead; more than 0: the
  * store tries it now and then and does it while it pays). Allocates slots + transit slabs
- * (mc_io_most, or lanes where given) + ahead; MC_IO_MMAP allocates nothing, counts the slots as
+ * (opts.most, or lanes where given) + ahead; MC_IO_MMAP allocates nothing, counts the slots as
  * memory now and needs one for each expert. Under the hard floor (top_k slots, or 1 per layer):
  * MC_EBUDGET. MC_IO_AUTO measures now. */
 int mc_store_open(mc_store *s, int64_t slots, int32_t ahead, mc_error *err);

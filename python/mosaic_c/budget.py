@@ -189,7 +189,9 @@ def plan_memory(
             Item("threads", (threads + lanes) * STACK, f"{threads} compute, {lanes} readers"),
             Item(
                 "reads in flight",
-                lanes * (LOAD_PIECE if mapped else slab + max(slab, LOAD_PIECE)),
+                min(lanes, 4) * LOAD_PIECE
+                if mapped
+                else lanes * slab + min(lanes, 4) * max(slab, LOAD_PIECE),
                 "page cache" if mapped else "transit slabs, page cache",
             ),
         ]

@@ -124,12 +124,17 @@ class Engine(Handle):
         io: str = "auto",
         budget: int = 0,
         isa: str | None = None,
+        most: int = 0,
     ) -> None:
         name = ffi.NULL if isa is None else ffi.new("char[]", isa.encode())
-        opts = ffi.new(
-            "mc_engine_opts *",
-            {"threads": threads, "lanes": lanes, "io": IO_MODES[io], "budget": budget, "isa": name},
-        )
+        fields = {
+            "threads": threads,
+            "lanes": lanes,
+            "most": most,
+            "io": IO_MODES[io],
+            "budget": budget,
+        }
+        opts = ffi.new("mc_engine_opts *", fields | {"isa": name})
         self._own = create(lib.mc_engine_create, lib.mc_engine_free, "mc_engine", opts)
 
     def file(self, path: str) -> int:
@@ -147,13 +152,12 @@ class Engine(Handle):
 
 def isas() -> list[str]:
     """Kernel sets this CPU can run, best first."""
-    return ffi.string(lib.mc_engine_isas()).decode().split()
+    return text(lib.mc_engine_isas()).split()
 
 
 def gpu() -> str | None:
     """Why there is no GPU tier; None where there is one."""
-    reason = lib.mc_engine_gpu()
-    return None if reason == ffi.NULL else ffi.string(reason).decode()
+    return None if (reason := lib.mc_engine_gpu()) == ffi.NULL else text(reason)
 
 
 def io_modes() -> dict[str, str | None]:
@@ -161,14 +165,14 @@ def io_modes() -> dict[str, str | None]:
     reasons: dict[str, str | None] = {}
     for name, mode in IO_MODES.items():
         err = ffi.new("mc_error *")
-        rc = lib.mc_io_mode(mode, err)
-        reasons[name] = None if rc >= 0 else ffi.string(err.message).decode("utf-8", "replace")
+        refused = lib.mc_io_mode(mode, err) < 0
+        reasons[name] = text(err.message) if refused else None
     return reasons
 
 
-def io_most(io: str) -> int:
+def io_most(io: str, size: int) -> int:
     """Reads that may be under way at once in a mode, for which the plan keeps memory."""
-    return lib.mc_io_most(IO_MODES[io])
+    return lib.mc_io_most(IO_MODES[io], size)
 
 
 def io_name(mode: int) -> str:

@@ -70,7 +70,9 @@ class Model:
         self._x = np.zeros((memory.chunk, plan.hidden), np.float32)  # hidden states of a chunk
         self._routed = [np.zeros((memory.chunk, m.top_k), np.int32) for m in plan.moe_layers]
         self._io, self._tokenizer = io, tokenizer
-        self.engine = engine.Engine(memory.threads, 0, io, max(memory.engine_budget, 1), isa)
+        self.engine = engine.Engine(
+            memory.threads, 0, io, max(memory.engine_budget, 1), isa, memory.lanes
+        )
 
     # ---- loading ----
 

@@ -58,8 +58,9 @@ def plan_model(
     slots = None if slots is None else _whole("slots", slots, 2**31)
     checkpoint = Checkpoint.open(path)
     located = checkpoint.locate()
+    slab = max((engine.expert_slab(a)[0] for a in located.experts), default=0)
     memory = plan_memory(
-        located, budget=budget, reason=reason, threads=threads, lanes=engine.io_most(io), ctx=ctx, kv=kv,
+        located, budget=budget, reason=reason, threads=threads, lanes=engine.io_most(io, slab), ctx=ctx, kv=kv,
         policy=policy, slots=slots, later=0 if text else _tokenizer_bytes(checkpoint.folder),
         mapped=io == "mmap",
     )  # fmt: skip
