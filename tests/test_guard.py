@@ -401,7 +401,8 @@ def test_a_look_leaves_sessions_what_they_took(folder, tree, monkeypatch):
         for _ in range(5):
             squeezed.now += 10
             model.relieve()
-        assert model.slots == few < model.guard.allowed == full
+        # a slot more where the slack that a new session is given holds one
+        assert few <= model.slots <= few + 1 < model.guard.allowed == full
         assert sum(model.stats().resident.values()) <= model.memory.engine_budget
         for s in sessions:
             s.close()
