@@ -8,8 +8,8 @@ as medians over the rounds:
 
 read rate   bytes read per second with a read under way, of the rate of `bench io`
 token time  of max(bytes a token read / rate of `bench io`, token time of the resident model)
-simulate    tok/s that `simulate` predicts from the run's own routing trace, and that `plan` predicts
-            from its hit rate, against the measured one
+simulate    tok/s that it predicts from the run's own routing trace, against the measured
+plan        the same from the run's hit rate; its memory rate is what the resident model reached
 cpu         CPU seconds per GB read beyond what the resident model takes for as many tokens
 
 Each run is a process of its own and drops the model's files from the page cache first. Tokens are random:
@@ -85,9 +85,13 @@ def predictions(
     common = ("--disk", str(int(rate)))
     per_read = run["bytes_read"] / max(run["reads"], 1)
     sim = cli("simulate", str(trace), "--slots", str(run["slots"]), *common, "--expert-bytes",
-              str(int(per_read)), "--compute-ms", f"{compute * 1e3:.4f}", "--warm", str(run["warm"]),
-              "--overlap", str(args.overlap))  # fmt: skip
-    return {"simulate": sim["tok_s"]}
+              str(int(per_read)), "--compute-ms", f"{compute * 1e3:.4f}", "--warm", str(run["warm"]))  # fmt: skip
+    column = cli("plan", args.model)["columns"]["as_shipped"]
+    memory = (column["active_bytes"] + column["token_bytes"]) / compute
+    hit = 1 - run["bytes_read"] / run["tokens"] / column["token_bytes"]
+    plan = cli("plan", args.model, *common, "--memory", str(int(memory)), "--hit", f"{hit:.6f}")
+    (predicted,) = plan["columns"]["as_shipped"]["predicted"]
+    return {"simulate": sim["tok_s"], "plan": predicted["tokens_per_s"]}
 
 
 def main() -> None:
@@ -100,7 +104,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--io", default="auto")
-    parser.add_argument("--overlap", type=float, default=1.0)
     args = parser.parse_args()
     found: dict[str, list[dict]] = {ram: [] for ram in args.ram}
     with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +124,8 @@ def main() -> None:
                 row["gbs"] = run["bytes_read"] / run["busy_s"] / 1e9
                 row["of_io"] = run["bytes_read"] / run["busy_s"] / rate
                 row["of_bound"] = token / max(read, compute)
-                row["error"] = row["simulate"] * token - 1
+                row["sim_error"] = row["simulate"] * token - 1
+                row["plan_error"] = row["plan"] * token - 1
                 row["cpu_gb"] = (run["cpu"] - resident["cpu"]) / (run["bytes_read"] / 1e9)
                 found[ram].append(row)
                 print(f"  {ram}: {1 / token:.1f} tok/s (resident {1 / compute:.1f}), hits {row['hit']:.3f}, "
@@ -133,7 +137,8 @@ def main() -> None:
         mid = {k: statistics.median(row[k] for row in rows) for k in rows[0]}
         print(f"{ram}: {mid['tok_s']:.1f} tok/s, hit rate {mid['hit']:.3f}; read rate {mid['of_io']:.2f} of bench "
               f"io; token time {mid['of_bound']:.2f} of the bound; simulate {mid['simulate']:.1f} tok/s "
-              f"({100 * mid['error']:+.0f} %); {mid['cpu_gb']:.3f} CPU s per GB")  # fmt: skip
+              f"({100 * mid['sim_error']:+.0f} %), plan {mid['plan']:.1f} ({100 * mid['plan_error']:+.0f} %); "
+              f"{mid['cpu_gb']:.3f} CPU s per GB")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 from mosaic_c import engine
 from mosaic_c.commands import simulate
 from mosaic_c.errors import MosaicError, UsageError
+from mosaic_c.predict import OVERLAP
 from mosaic_c.trace import TraceWriter, read_trace
 
 TRACES = Path(__file__).parent / "data" / "traces"
@@ -258,8 +259,8 @@ def misses_of_tokens(path, slots):
 @pytest.mark.parametrize(("warm", "overlap"), [(0, None), (0, 0.0), (30, 1.0), (79, 0.25)])
 def test_predicts_token_by_token(capsys, warm, overlap):
     each = misses_of_tokens(ZIPF, 204)[warm:]
-    half = 0.5 if overlap is None else overlap
-    seconds = sum((1 - half) * 0.03 + max(m * 4 / 1000, half * 0.03) for m in each)
+    share = OVERLAP if overlap is None else overlap
+    seconds = sum((1 - share) * 0.03 + max(m * 4 / 1000, share * 0.03) for m in each)
     more = () if overlap is None else ("--overlap", overlap)
     out = run_json(
         capsys, ZIPF, "--policy", "lru", "--slots", 204, *SPEED, "--warm", warm, *more,

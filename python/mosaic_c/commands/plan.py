@@ -162,14 +162,13 @@ def predict(c: Column, disk: int, hit: float, memory: int | None) -> float | Non
     """Tokens a second; None without a bound: nothing is read and the compute is not counted.
 
     What a token computes is what it reads from memory, its active resident part and its experts,
-    without the KV cache; the experts' share of that can run beside reads.
+    without the KV cache.
     """
-    compute, overlap = 0.0, 0.0
+    compute = 0.0
     if memory is not None:
         assert c.active_bytes is not None
-        touched = c.active_bytes + c.token_bytes
-        compute, overlap = touched / memory, c.token_bytes / touched
-    seconds = token_seconds((1 - hit) * c.token_bytes, disk, compute, overlap)
+        compute = (c.active_bytes + c.token_bytes) / memory
+    seconds = token_seconds((1 - hit) * c.token_bytes, disk, compute)
     return 1 / seconds if seconds > 0 else None
 
 
@@ -275,7 +274,7 @@ def prediction(f: Footprint, disk: int, hits: tuple[float, ...], memory: int | N
             f"tokens a second at {rate}: reads alone, a ceiling (--memory RATE counts compute too)"
         )
     else:
-        head = f"tokens a second at {rate} and {format_size(memory)}/s from memory, reads and experts overlapped"
+        head = f"tokens a second at {rate} and {format_size(memory)}/s from memory"
     lines = [head, f"{'hit rate':<10}" + "".join(f"{c.name:>12}" for c in f.columns)]
     for hit in hits:
         values = [predict(c, disk, hit, memory) for c in f.columns]

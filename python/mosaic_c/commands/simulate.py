@@ -11,12 +11,11 @@ import numpy as np
 
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.limits import format_size, parse_size
-from mosaic_c.predict import token_seconds
+from mosaic_c.predict import OVERLAP, token_seconds
 from mosaic_c.trace import Trace, read_trace
 
 POLICIES = ("auto", "lfu", "lru", "layer-lru", "belady")
 ALL = ("lru", "lfu", "auto", "belady")  # those that share all slots
-OVERLAP = 0.5
 
 
 def add_parser(sub: argparse._SubParsersAction) -> None:
