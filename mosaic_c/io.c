@@ -1,8 +1,15 @@
-/* io.c - reads of byte ranges: a queue, and the threads that serve it ("lanes", or one for a ring).
+/* io.c - reads of byte ranges: a queue and the threads that serve it ("lanes"), and a ring.
  *
- * One mutex guards the queue, the done list and the counters; threads hold it only
- * to take and hand back a read. It promises that a range arrives complete or the read carries an
- * error, and that the page cache holds nothing of it afterwards (mmap apart). */
+ *   submit --> queue ----> a lane: pages, pread, scan -----> finished --> next
+ *         \-> waiting ---> ring: the kernel, then the caller -^
+ *
+ * The ring has no thread: the caller's hands it reads and collects them. Where computing threads
+ * own every core, waking a thread for a read and another for its end took longer than a third of
+ * the read. What the ring cannot take goes to the lanes.
+ *
+ * One mutex guards the lists, the ring and the counters; lanes hold it only to take and hand back
+ * a read. It promises that a range arrives complete or the read carries an error, and that the page
+ * cache holds nothing of it afterwards (mmap apart). */
 #include "io.h"
 
 #include <limits.h>
@@ -29,6 +36,10 @@ typedef struct lane {
     pthread_t thread;
 } lane;
 
+typedef struct list {
+    mci_read *first, **end;
+} list;
+
 struct mci_io {
     int asked, mode;  /* given to create; in use, never MC_IO_AUTO */
     bool given;       /* the number of lanes was given */
@@ -36,11 +47,10 @@ struct mci_io {
     int started;      /* lanes that have a thread */
     lane *lane;       /* (most) */
     mci_ring *ring;   /* where mode is MC_IO_URING */
-    pthread_t ring_thread;
-    bool ring_runs, ring_sleeps, ring_stop;
+    int in_ring;      /* reads that it has begun */
     pthread_mutex_t lock;
     pthread_cond_t work, parked, done; /* parked: lanes that are too many at present */
-    mci_read *queue, **queue_end, *finished, **finished_end;
+    list queue, waiting, finished; /* for a lane, for the ring, to be handed back */
     int64_t outstanding; /* submitted and not handed back */
     bool stop, count;    /* count: reads enter the counters */
     int32_t under_way;   /* of those counted: submitted and not finished */
@@ -80,16 +90,25 @@ static double finish(mci_io *io, mci_read *r) {
 
 /* ---- queue ----------------------------------------------------------------------------------- */
 
-static void append(mci_read *r, mci_read ***end) {
+static void append(list *l, mci_read *r) {
     r->next = NULL;
-    **end = r;
-    *end = &r->next;
+    if (!l->first) l->end = &l->first;
+    *l->end = r;
+    l->end = &r->next;
 }
 
-static mci_read *take(mci_read **list, mci_read ***end) {
-    mci_read *r = *list;
-    if (r && !(*list = r->next)) *end = list;
+static mci_read *take(list *l) {
+    mci_read *r = l->first;
+    if (r) l->first = r->next;
     return r;
+}
+
+static bool take_out(list *l, const mci_read *r) {
+    mci_read **at = &l->first;
+    while (*at && *at != r) at = &(*at)->next;
+    if (!*at) return false;
+    if (!(*at = r->next)) l->end = at;
+    return true;
 }
 
 /* Under the lock: a counted read goes. */
@@ -105,8 +124,7 @@ static void hand_back(mci_io *io, mci_read *r, double seconds) {
         io->stats.read_s += seconds;
     }
     end_one(io);
-    append(r, &io->finished_end);
-    pthread_cond_signal(&io->done);
+    append(&io->finished, r);
 }
 
 static void *lane_main(void *arg) {
@@ -115,11 +133,11 @@ static void *lane_main(void *arg) {
     bool ran = false;
     pthread_mutex_lock(&io->lock);
     while (!io->stop) {
-        if (io->ring || me->index >= io->active) {
+        if (me->index >= io->active) {
             pthread_cond_wait(&io->parked, &io->lock);
             continue;
         }
-        mci_read *r = take(&io->queue, &io->queue_end);
+        mci_read *r = take(&io->queue);
         if (!r) {
             pthread_cond_wait(&io->work, &io->lock);
             continue;
@@ -132,15 +150,27 @@ static void *lane_main(void *arg) {
         double seconds = finish(io, r);
         pthread_mutex_lock(&io->lock);
         hand_back(io, r, seconds);
+        pthread_cond_signal(&io->done);
+        if (io->ring) mci_ring_wake(io->ring);
     }
     pthread_mutex_unlock(&io->lock);
     return NULL;
 }
 
-/* ---- ring ------------------------------------------------------------------------------------ */
+/* ---- ring: all under the lock ---------------------------------------------------------------- */
 
-/* Hands the runs to the kernel; what it or the file does not take is read here. true: nothing of
- * the read is under way. */
+/* Not with a stand-in for pread, nor where pages must come into being first: the call that hands
+ * over a read would clear them, in the caller's time. */
+static bool for_ring(mci_io *io, const mci_read *r) {
+    bool can = io->ring && !io->shim.fn && !r->fresh;
+    mci_file *f;
+    for (int32_t i = 0; i < r->n_run && can; i++)
+        can = mci_files_find(&io->files, &r->run[i], &f, NULL) == MC_OK &&
+              mci_file_direct(f, &r->run[i]);
+    return can;
+}
+
+/* Hands the runs to the kernel; what it does not take is read here. true: nothing is under way. */
 static bool ring_begin(mci_io *io, mci_read *r) {
     mci_file *f;
     begin(r);
@@ -149,14 +179,23 @@ static bool ring_begin(mci_io *io, mci_read *r) {
         const mci_run *run = &r->run[k];
         int64_t lead = run->offset % MCI_IO_BLOCK, n = MCI_MIN(mci_run_span(run), MCI_IO_CALL);
         if (mci_files_find(&io->files, run, &f, &r->err) < 0) break;
-        if (run->bytes && !io->shim.fn && mci_file_direct(f, run) &&
-            mci_ring_read(io->ring, f->direct_fd, run->dst - lead, n, run->offset - lead,
-                          (uint64_t)(uintptr_t)r | (uint64_t)k))
+        if (run->bytes && mci_ring_read(io->ring, f->direct_fd, run->dst - lead, n,
+                                        run->offset - lead, (uint64_t)(uintptr_t)r | (uint64_t)k))
             r->left++;
         else
             read_run(io, r, k, 0);
     }
     return r->left == 0;
+}
+
+/* As many as may be under way. */
+static void ring_fill(mci_io *io) {
+    for (mci_read *r; io->in_ring < io->active && (r = take(&io->waiting));) {
+        if (ring_begin(io, r))
+            hand_back(io, r, finish(io, r));
+        else
+            io->in_ring++;
+    }
 }
 
 /* A run came, whole, in part or not at all: the ordinary way gets the rest or the reason. true:
@@ -166,51 +205,29 @@ static bool ring_landed(mci_io *io, mci_read *r, int k, int64_t result) {
     result = MCI_MAX(result, 0);
     r->bytes += result;
     if (result < run->offset % MCI_IO_BLOCK + run->bytes) {
-        pthread_mutex_lock(&io->lock);
         io->stats.retried++;
-        pthread_mutex_unlock(&io->lock);
         if (r->err.code == MC_OK) read_run(io, r, k, result);
     }
     return --r->left == 0;
 }
 
-static void *ring_main(void *arg) {
-    mci_io *io = arg;
-    int under_way = 0;
-    bool ran = false;
-    pthread_mutex_lock(&io->lock);
-    for (;;) {
-        mci_read *r = NULL;
-        if (!io->ring_stop && under_way < io->active) r = take(&io->queue, &io->queue_end);
-        if (!r && io->ring_stop && !under_way) break;
-        io->stats.lanes_ran += r && io->count && !ran;
-        ran |= r && io->count;
-        io->ring_sleeps = !r;
-        pthread_mutex_unlock(&io->lock);
-        double seconds;
-        if (r) {
-            bool done = ring_begin(io, r);
-            seconds = done ? finish(io, r) : 0;
-            pthread_mutex_lock(&io->lock);
-            under_way += !done;
-            if (done) hand_back(io, r, seconds);
-            continue;
-        }
-        mci_ring_wait(io->ring);
-        int64_t result;
-        for (uint64_t tag; (tag = mci_ring_next(io->ring, &result));) {
-            r = (mci_read *)(uintptr_t)(tag & ~(uint64_t)RUNS);
-            if (!ring_landed(io, r, (int)(tag & RUNS), result)) continue;
-            seconds = finish(io, r);
-            under_way--;
-            pthread_mutex_lock(&io->lock);
-            hand_back(io, r, seconds);
-            pthread_mutex_unlock(&io->lock);
-        }
-        pthread_mutex_lock(&io->lock);
+static void ring_collect(mci_io *io) {
+    int64_t result;
+    for (uint64_t tag; (tag = mci_ring_next(io->ring, &result));) {
+        mci_read *r = (mci_read *)(uintptr_t)(tag & ~(uint64_t)RUNS);
+        if (!ring_landed(io, r, (int)(tag & RUNS), result)) continue;
+        io->in_ring--;
+        hand_back(io, r, finish(io, r));
     }
+    ring_fill(io);
+}
+
+/* Until something ends, in the ring or in a lane. */
+static void ring_wait(mci_io *io) {
     pthread_mutex_unlock(&io->lock);
-    return NULL;
+    mci_ring_wait(io->ring);
+    pthread_mutex_lock(&io->lock);
+    ring_collect(io);
 }
 
 static int open_ring(mci_io *io, mc_error *err) {
@@ -225,15 +242,10 @@ static int open_ring(mci_io *io, mc_error *err) {
 
 /* The reads that it has begun end first. */
 static void close_ring(mci_io *io) {
-    if (!io->ring) return;
     pthread_mutex_lock(&io->lock);
-    io->ring_stop = true;
-    pthread_mutex_unlock(&io->lock);
-    mci_ring_wake(io->ring);
-    if (io->ring_runs) pthread_join(io->ring_thread, NULL);
+    io->waiting.first = NULL;
+    while (io->in_ring) ring_wait(io);
     mci_ring_close(io->ring);
-    pthread_mutex_lock(&io->lock);
-    io->ring_runs = io->ring_stop = false;
     io->ring = NULL;
     pthread_mutex_unlock(&io->lock);
 }
@@ -256,21 +268,18 @@ int mci_io_most(int mode, int64_t bytes) {
     return (int)MCI_MAX(LANES_BUFFERED, MCI_MIN(LANES_MOST, UNDER_WAY / bytes));
 }
 
-/* Under the lock. Threads here take no signals: Ctrl-C belongs to the program's own. */
+/* Under the lock. Threads here take no signals: Ctrl-C belongs to the program's own. Fewer than
+ * wanted do as well. */
 static int start_threads(mci_io *io, mc_error *err) {
     pthread_attr_t attr;
     sigset_t all, old;
     int rc = 0;
-    if (io->ring ? io->ring_runs : io->started >= io->active) return MC_OK;
+    if (io->started >= io->active) return MC_OK;
     pthread_attr_init(&attr);
     pthread_attr_setstacksize(&attr, (size_t)MCI_MAX(LANE_STACK, sysconf(_SC_THREAD_STACK_MIN)));
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &old);
-    if (io->ring) {
-        rc = pthread_create(&io->ring_thread, &attr, ring_main, io);
-        io->ring_runs = rc == 0;
-    }
-    while (!io->ring && io->started < io->active && rc == 0) {
+    while (io->started < io->active && rc == 0) {
         lane *l = &io->lane[io->started];
         *l = (lane){.io = io, .index = io->started};
         rc = pthread_create(&l->thread, &attr, lane_main, l);
@@ -278,10 +287,8 @@ static int start_threads(mci_io *io, mc_error *err) {
     }
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     pthread_attr_destroy(&attr);
-    if (rc)
-        return mci_fail(err, MC_ESYS, rc, "reader thread %d of %d: %s", io->started + 1, io->active,
-                        strerror(rc));
-    return MC_OK;
+    if (io->started) return MC_OK;
+    return mci_fail(err, MC_ESYS, rc, "no thread that reads: %s", strerror(rc));
 }
 
 int mci_io_create(int mode, int lanes, mci_io **out, mc_error *err) {
@@ -297,8 +304,6 @@ int mci_io_create(int mode, int lanes, mci_io **out, mc_error *err) {
     io->most = lanes ? lanes : LANES_BUFFERED;
     io->active = !lanes && io->mode == MC_IO_DIRECT ? LANES_DIRECT : io->most;
     io->count = true;
-    io->queue_end = &io->queue;
-    io->finished_end = &io->finished;
     io->lane = calloc((size_t)io->most, sizeof *io->lane);
     mci_files_init(&io->files, mode != MC_IO_PREAD, mode == MC_IO_MMAP);
     pthread_mutex_init(&io->lock, NULL);
@@ -381,17 +386,17 @@ bool mci_io_lanes_given(const mci_io *io) { return io->given; }
 
 int mci_io_submit(mci_io *io, mci_read *r, mc_error *err) {
     pthread_mutex_lock(&io->lock);
-    int rc = start_threads(io, err);
+    bool ring = for_ring(io, r);
+    int rc = ring ? MC_OK : start_threads(io, err);
     if (rc == MC_OK) {
-        append(r, &io->queue_end);
+        append(ring ? &io->waiting : &io->queue, r);
         io->outstanding++;
         if (io->count && io->under_way++ == 0) io->busy_from = mci_now();
         io->stats.depth = MCI_MAX(io->stats.depth, io->under_way);
-        if (!io->ring)
+        if (ring)
+            ring_collect(io);
+        else
             pthread_cond_signal(&io->work);
-        else if (io->ring_sleeps)
-            mci_ring_wake(io->ring);
-        io->ring_sleeps = false;
     }
     pthread_mutex_unlock(&io->lock);
     return rc;
@@ -399,13 +404,10 @@ int mci_io_submit(mci_io *io, mci_read *r, mc_error *err) {
 
 bool mci_io_withdraw(mci_io *io, mci_read *r) {
     pthread_mutex_lock(&io->lock);
-    mci_read **at = &io->queue;
-    while (*at && *at != r) at = &(*at)->next;
-    bool found = *at != NULL;
+    bool found = take_out(&io->queue, r) || take_out(&io->waiting, r);
     if (found) {
-        if (!(*at = r->next)) io->queue_end = at;
         end_one(io);
-        if (--io->outstanding == 0) pthread_cond_broadcast(&io->done);
+        io->outstanding--;
     }
     pthread_mutex_unlock(&io->lock);
     return found;
@@ -413,8 +415,14 @@ bool mci_io_withdraw(mci_io *io, mci_read *r) {
 
 mci_read *mci_io_next(mci_io *io, bool wait) {
     pthread_mutex_lock(&io->lock);
-    while (wait && !io->finished && io->outstanding) pthread_cond_wait(&io->done, &io->lock);
-    mci_read *r = take(&io->finished, &io->finished_end);
+    if (io->ring) ring_collect(io);
+    while (wait && !io->finished.first && io->outstanding) {
+        if (io->ring)
+            ring_wait(io);
+        else
+            pthread_cond_wait(&io->done, &io->lock);
+    }
+    mci_read *r = take(&io->finished);
     if (r) io->outstanding--;
     pthread_mutex_unlock(&io->lock);
     return r;

@@ -19,8 +19,12 @@ static int load(mci_io *io, const mci_run *run, mci_read *spare, mc_error *err) 
         while (at < end && rc == MC_OK && (r = spare)) {
             int64_t n = MCI_MIN(end, (at / PIECE + 1) * PIECE) - at;
             spare = r->next;
-            *r = (mci_read){
-                .run = {{run->file, at, n, run->dst + (at - run->offset)}}, .n_run = 1, .tag = at};
+            uint8_t *dst = run->dst + (at - run->offset);
+            *r = (mci_read){.run = {{run->file, at, n, dst}},
+                            .n_run = 1,
+                            .tag = at,
+                            .fresh = dst,
+                            .fresh_bytes = n};
             if ((rc = mci_io_submit(io, r, err)) == MC_OK) at += n;
         }
         if (!(r = mci_io_next(io, true))) return rc;

@@ -79,7 +79,7 @@ uint64_t mci_ring_next(mci_ring *ring, int64_t *result) {
         __atomic_store_n(ring->cq_head, head + 1, __ATOMIC_RELEASE);
         *result = cqe.res;
         if (cqe.user_data) return cqe.user_data;
-        uint64_t count;
+        uint64_t count; /* 0 where the poll ended with the thread that armed it */
         ring->armed = false;
         while (read(ring->event, &count, sizeof count) < 0 && errno == EINTR) {}
     }
@@ -135,7 +135,7 @@ int mci_ring_open(int entries, mci_ring **out, mc_error *err) {
     if (!ring) return mci_fail(err, MC_ENOMEM, 0, "io_uring: out of memory");
     ring->fd = (int)syscall(SYS_io_uring_setup, (unsigned)entries + 1, &p); /* and the wake */
     if (ring->fd < 0) sys = errno;
-    ring->event = eventfd(0, EFD_CLOEXEC);
+    ring->event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (!sys && ring->event < 0) sys = errno;
     if (!sys && !(p.features & IORING_FEAT_SINGLE_MMAP)) sys = ENOSYS;
     if (!sys) sys = map_rings(ring, &p);
