@@ -338,7 +338,7 @@ def test_all_policies(capsys):
         ((*SPEED[:4], "--compute-ms", "inf"), "--compute-ms inf"),
         ((*SPEED[:4], "--compute-ms", 0), "--compute-ms 0"),
         (("--disk", "0", *SPEED[2:]), "--disk 0: expected at least 1 byte"),
-        (("--disk", "fast", *SPEED[2:]), "'fast' not understood"),
+        (("--disk", "fast", *SPEED[2:]), "--disk: 'fast' is no size"),
         (("--warm", -1), "--warm -1 is out of range"),
         ((*SPEED, "--warm", 80), "--warm 80 is out of range: expected 0 to 79"),
     ],

@@ -109,7 +109,7 @@ def _speed(args: argparse.Namespace) -> dict[str, float] | None:
 
 
 def _size(option: str, text: str) -> int:
-    size = parse_size(text)
+    size = parse_size(text, option)
     if size < 1:
         raise UsageError(f"{option} {text}: expected at least 1 byte, such as 3M or 3G")
     return size
