@@ -116,8 +116,9 @@ def _size(option: str, text: str) -> int:
 
 
 def _positive(option: str, value: float) -> float:
-    if not (math.isfinite(value) and value > 0):
-        raise UsageError(f"{option} {value:g} is out of range: expected more than 0")
+    # Wider than any machine, and far from where a quotient of two of them is 0 or no number of JSON.
+    if not 1e-9 <= value <= 1e12:
+        raise UsageError(f"{option} {value:g} is out of range: expected 1e-09 to 1e+12")
     return value
 
 
