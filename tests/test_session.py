@@ -398,7 +398,25 @@ def test_wrong_types_get_a_usage_error():
             s.rewind("1")
         with pytest.raises(UsageError):
             model.generate([1], session=5)
+        for bad in (None, 5, [s], [(s,)], [(s, [1], 2)]):
+            with pytest.raises(UsageError, match="a list of .session, token ids."):
+                model.forward(bad)
+        assert len(model.forward((s, [i]) for i in [1])) == 1  # any iterable of pairs
+        for huge in (2**70, -(2**70), 10**5000):
+            with pytest.raises(UsageError, match="token id: expected 0"):
+                s.forward([1, huge])
+        for bad in (3, ["a"]):
+            with pytest.raises(UsageError, match="path: expected"):
+                s.save(bad)
+            with pytest.raises(UsageError, match="path: expected"):
+                model.session(load=bad)
+        with pytest.raises(UsageError, match="stop: expected strings"):
+            model.generate([1], stop=3)
         assert len(s.forward(t for t in [1, 2])) == 2  # any iterable of ids
+    for bad in (None, 3, [], object()):
+        with pytest.raises(UsageError, match="path: expected"):
+            mosaic_c.open(bad)
+    mosaic_c.open(os.fsencode(VECTORS / PLAIN)).close()
     for options in (
         {"ctx": 1.5},
         {"threads": "2"},

@@ -139,6 +139,31 @@ def test_forced_ids_follow_the_position(monkeypatch, narrow, tmp_path):
         assert np.array_equal(row, whole[want])
 
 
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda n: np.zeros(
+            (1, 6), np.int32
+        ),  # shorter than the positions: the engine knows no length
+        lambda n: np.zeros((n, 5), np.int32),
+        lambda n: np.zeros(6 * n, np.int32),
+        lambda n: np.zeros((n, 6), np.int64),
+        lambda n: [[0, 1, 2, 3, 4, 5]] * n,
+        lambda n: None,
+    ],
+)
+def test_forced_ids_of_another_shape_are_refused(narrow, give):
+    with mosaic_c.open(narrow, ram=RAM, threads=1, ctx=80) as model:
+        model.routing = lambda layer, positions: give(len(positions))
+        s = model.session()
+        with pytest.raises(UsageError, match=r"array int32 \(3, 6\) for layer 0, got"):
+            s.forward([1, 2, 3])
+        assert s.position == 0
+        order = np.arange(6, dtype=np.int32)[::-1]  # any order, and any strides
+        model.routing = lambda layer, positions: np.broadcast_to(order, (len(positions), 6))
+        assert np.isfinite(s.forward([1, 2, 3])).all()
+
+
 def test_a_trace_ends(narrow):
     with mosaic_c.open(narrow, ram=RAM, threads=1, ctx=128) as model:
         model.routing = Routing(ZIPF, model.plan)
