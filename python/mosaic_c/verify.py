@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from multiprocessing.connection import Connection
@@ -254,7 +254,8 @@ def _run(
     """run_here in a process of its own. MosaicError of it, or ECRASH where it ended without a word."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(theirs, job, setting, against, until), daemon=True)
+    args = (ours, theirs, job, setting, against, until)
+    child = context.Process(target=_child, args=args, daemon=True)
     try:
         with _interrupts_wait():
             child.start()
@@ -297,8 +298,16 @@ def _interrupts_wait() -> Iterator[None]:
 
 
 def _child(
-    pipe: Connection, job: Job, setting: Setting, against: list[bytes] | None, until: int | None
+    ours: Connection,
+    pipe: Connection,
+    job: Job,
+    setting: Setting,
+    against: list[bytes] | None,
+    until: int | None,
 ) -> None:
+    # The fork copied the parent's end too: left open, it would keep this process writing to a parent that was
+    # killed, and then waiting for it, with the whole model in memory.
+    ours.close()
     try:
         result: Any = run_here(job, setting, lambda *news: pipe.send(news), against, until)
     except MemoryError:
@@ -307,7 +316,8 @@ def _child(
         return
     except Exception as error:
         result = error
-    pipe.send(result)
+    with suppress(BrokenPipeError):
+        pipe.send(result)
 
 
 def run_here(
