@@ -208,7 +208,14 @@ def _prepare(
         tokenizer = Tokenizer(folder)
     ids = _ids(prompt, tokenizer)
     ctx = (PROMPT_IDS if ids is None else len(ids)) + tokens
-    _, located, memory = plan_model(folder, ram, ctx=ctx, text=tokenizer is not None)
+    try:
+        _, located, memory = plan_model(folder, ram, ctx=ctx, text=tokenizer is not None)
+    except UsageError as error:
+        if not str(error).startswith("ctx: "):
+            raise
+        raise UsageError(
+            f"--tokens {tokens} behind {ctx - tokens} of the prompt: {error}"
+        ) from None
     if ids is None:
         ids = np.random.default_rng(0).integers(0, located.plan.vocab, PROMPT_IDS).tolist()
     token_ids(ids, located.plan.vocab)
