@@ -218,8 +218,35 @@ def test_errors_come_before_the_first_run(monkeypatch, capsys, narrow, tmp_path)
     fails(capsys, [*model, *zipf, *zipf, *zipf], "at most two traces")
     fails(capsys, [*model, "--plot", "x.doc"], "x.doc", ".png")
     fails(capsys, [*model, "--plot", str(tmp_path / "no" / "x.png")], "no folder")
+    (tmp_path / "x.png").mkdir()
+    fails(capsys, [*model, "--plot", str(tmp_path / "x.png")], "a folder")
     fails(capsys, ["-m", str(tmp_path / "none")], "none")
     fails(capsys, [*model, "--compare", str(tmp_path)], str(tmp_path))
+
+
+def test_figures_are_out_before_the_picture_fails(capsys, monkeypatch, narrow, tmp_path):
+    pytest.importorskip("matplotlib")
+
+    def fail(*args):
+        raise MosaicError("no picture", "EIO")
+
+    monkeypatch.setattr(plot, "sweep", fail)
+    args = [
+        "bench",
+        "sweep",
+        "-m",
+        str(narrow),
+        "--slots",
+        "8",
+        "--tokens",
+        "1",
+        "--ram",
+        RAM,
+        "--json",
+    ]
+    assert main([*args, "--plot", str(tmp_path / "x.png")]) == 1
+    out, err = capsys.readouterr()
+    assert "no picture" in err and json.loads(out)["tokens"] == 1
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch, capsys, narrow, tmp_path):

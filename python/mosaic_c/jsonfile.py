@@ -44,6 +44,20 @@ def path_text(path: object) -> str:
         raise UsageError(f"path: expected a text or a path, got {show(path)}") from None
 
 
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raises what would keep a file from being written, before the work whose result it is to hold."""
+    parent = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(parent):
+        raise MosaicError(f"{shown_path(path)}: there is no folder {shown_path(parent)}", "ENOENT")
+    if os.path.isdir(path):
+        raise MosaicError(f"{shown_path(path)}: a folder; expected a file or a new name", "EINVAL")
+    target = path if os.path.exists(path) else parent
+    if not os.access(target, os.W_OK):
+        raise MosaicError(
+            f"{shown_path(path)}: cannot be written: no permission, or read-only", "EIO"
+        )
+
+
 def few(names: list[str], total: int | None = None, limit: int = 5) -> str:
     """The first names, quoted, and how many there are in all when more."""
     total = len(names) if total is None else total

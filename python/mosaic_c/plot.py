@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mosaic_c.errors import MosaicError, UsageError
+from mosaic_c.jsonfile import check_writable
 
 _SUFFIXES = (".png", ".pdf", ".svg")
 
@@ -17,8 +18,7 @@ def check(path: str | os.PathLike[str]) -> None:
     path = Path(path)
     if path.suffix.lower() not in _SUFFIXES:
         raise UsageError(f"--plot {path}: expected a name that ends in {', '.join(_SUFFIXES)}")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"--plot {path}: there is no folder {path.parent}")
+    check_writable(path)
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
