@@ -325,6 +325,22 @@ def test_a_picture_that_cannot_be_written(tmp_path):
     row = {"slots": 2, "hit_rate": 0.5, "tok_s": 1.0, "rss": 2e6, "rss_before": 1e6}
     with pytest.raises(MosaicError, match="cannot write"):
         plot.sweep(["a"], [[row]], "t", tmp_path / "no" / "x.png")
+    old = tmp_path / "x.png"
+    old.write_bytes(b"old")
+    with pytest.MonkeyPatch.context() as patch:
+
+        def full(path, data):
+            with open(path, "wb") as file:
+                file.write(data[:10])
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(MosaicError, match="No space left"):
+            plot.sweep(["a"], [[row]], "t", old)
+    assert list(tmp_path.iterdir()) == [old] and old.read_bytes() == b"old"
+    for name in ("x.png", "x.PDF", "x.svg"):
+        plot.sweep(["a"], [[row]], "t", tmp_path / name)
+    assert old.read_bytes()[:4] == b"\x89PNG" and (tmp_path / "x.PDF").read_bytes()[:4] == b"%PDF"
 
 
 # ---- the plain program it is compared with (tests/c/plain_stream.c) ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,8 +63,19 @@ def sweep(
         axes.set_title(label, fontsize="medium")
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
+    drawn = (
+        io.BytesIO()
+    )  # a disk that fills up must not cost the picture that is there, nor leave half of one
+    figure.savefig(drawn, dpi=120, format=Path(path).suffix[1:].lower())
+    target = os.path.realpath(path)  # a link stays
+    partial = f"{target}.partial-{os.getpid()}"
     try:
-        figure.savefig(path, dpi=120)
+        try:
+            Path(partial).write_bytes(drawn.getbuffer())
+            os.replace(partial, target)
+        except BaseException:
+            Path(partial).unlink(missing_ok=True)
+            raise
     except OSError as error:
         raise MosaicError(
             f"{os.fspath(path)}: cannot write the picture: {error.strerror}", "EIO"
