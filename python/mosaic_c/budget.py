@@ -273,7 +273,9 @@ def require_fit(memory: MemoryPlan) -> None:
     """Refuses a budget under the hard floor, naming the smallest one that works."""
     if not memory.fits:
         other = (
-            ", or another --io: mmap holds all experts" if memory.mapped else ", or a smaller --ctx"
+            ", or another --io: mmap holds all experts"
+            if memory.mapped
+            else ", or a smaller context"
         )
         raise MosaicError(
             f"memory budget {format_size(memory.budget)} ({memory.reason}) is too small: this model at a context "

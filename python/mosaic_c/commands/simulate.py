@@ -108,15 +108,16 @@ def _speed(args: argparse.Namespace) -> dict[str, float] | None:
 
 
 def _size(option: str, text: str) -> int:
-    size = parse_size(text)
+    size = parse_size(text, option)
     if size < 1:
         raise UsageError(f"{option} {text}: expected at least 1 byte, such as 3M or 3G")
     return size
 
 
 def _positive(option: str, value: float) -> float:
-    if not (math.isfinite(value) and value > 0):
-        raise UsageError(f"{option} {value:g} is out of range: expected more than 0")
+    # Wider than any machine, and far from where a quotient of two of them is 0 or no number of JSON.
+    if not 1e-9 <= value <= 1e12:
+        raise UsageError(f"{option} {value:g} is out of range: expected 1e-09 to 1e+12")
     return value
 
 
