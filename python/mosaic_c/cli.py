@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import mosaic_c
 from mosaic_c.errors import MosaicError, UsageError
@@ -38,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ? and goes on
     command = ""
     try:
-        args = parser().parse_args(argv)
+        with _whole():
+            commands = parser()
+        args = commands.parse_args(argv)
         command = f" {args.command}"
         status = args.run(args)
         sys.stdout.flush()
@@ -61,6 +65,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError:
         print(f"mosaic_c{command}: out of memory; give a smaller --ram", file=sys.stderr)
         return 1
+
+
+@contextmanager
+def _whole() -> Iterator[None]:
+    """Ctrl-C waits for what is inside: numpy makes a page of advice of an import that is cut short."""
+    noted: list[int] = []
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    try:
+        if ours:
+            signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
+    except ValueError:  # not the main thread: no interrupts here
+        ours = False
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    if noted:
+        raise KeyboardInterrupt
 
 
 def _forget_stdout() -> None:
