@@ -397,18 +397,18 @@ int mci_io_submit(mci_io *io, mci_read *r, mc_error *err) {
     return rc;
 }
 
-bool mci_io_withdraw(mci_io *io, mci_read *r) {
+mci_read *mci_io_withdraw(mci_io *io, mci_read *r) {
     pthread_mutex_lock(&io->lock);
     mci_read **at = &io->queue;
-    while (*at && *at != r) at = &(*at)->next;
-    bool found = *at != NULL;
-    if (found) {
+    while (r && *at && *at != r) at = &(*at)->next;
+    if ((r = *at)) {
         if (!(*at = r->next)) io->queue_end = at;
+        mci_fail(&r->err, MC_ECANCEL, 0, "read: given up");
         end_one(io);
         if (--io->outstanding == 0) pthread_cond_broadcast(&io->done);
     }
     pthread_mutex_unlock(&io->lock);
-    return found;
+    return r;
 }
 
 mci_read *mci_io_next(mci_io *io, bool wait) {

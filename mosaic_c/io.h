@@ -89,9 +89,10 @@ int mci_io_check(mci_io *io, int32_t file, mc_error *err);
 
 /* Queues a read; the caller owns *r until it is handed back by mci_io_next. FIFO. */
 int mci_io_submit(mci_io *io, mci_read *r, mc_error *err);
-/* Takes back a submitted read that no lane has begun. true: it is the caller's again and never
- * handed back by mci_io_next. false: too late. */
-bool mci_io_withdraw(mci_io *io, mci_read *r);
+/* Takes back a submitted read that no lane has begun: this one, or (r NULL) the next of any. It is
+ * the caller's again, never handed back by mci_io_next, and its error is MC_ECANCEL. NULL: too
+ * late. */
+mci_read *mci_io_withdraw(mci_io *io, mci_read *r);
 /* A finished read (r->err.code tells how it ended); wait: block until there is one. NULL: none is
  * finished (wait false) or none is outstanding. */
 mci_read *mci_io_next(mci_io *io, bool wait);

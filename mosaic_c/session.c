@@ -79,11 +79,6 @@ void mc_session_free(mc_session *s) {
     mci_engine_release(e);
 }
 
-void mc_session_clear(mc_session **s) {
-    mc_session_free(*s);
-    *s = NULL;
-}
-
 int64_t mc_session_position(const mc_session *s) { return s->pos; }
 
 int mci_session_claim(mc_session *s, mc_error *err) {

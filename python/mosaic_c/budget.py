@@ -116,8 +116,9 @@ def _thread_bytes(located: Located) -> int:
     """What each compute thread needs to multiply by integer weights."""
     spans = {(s.dtype, s.cols) for s in located.spans.values()}
     for e in located.experts:
-        pairs = np.unique(np.stack([e["dtype"].ravel(), e["cols"].ravel()]), axis=1)
-        spans |= {(CODE_NAMES[int(code)], int(cols)) for code, cols in pairs.T}
+        # one number each: numpy forgets an interrupt that comes while it compares rows
+        pairs = np.unique(e["cols"].astype(np.int64) << 8 | e["dtype"])
+        spans |= {(CODE_NAMES[pair & 255], pair >> 8) for pair in pairs.tolist()}
     return max((engine.thread_bytes(dtype, cols) for dtype, cols in spans), default=0)
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mosaic_c
@@ -48,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     command = ""
     try:
-        args = parser().parse_args(argv)
+        with _whole():
+            commands = parser()
+        args = commands.parse_args(argv)
         command = f" {args.command}"
         _check_paths(args)
         status = args.run(args)
@@ -104,6 +108,25 @@ class _Notes:
             self._stream.flush()
         except OSError:
             _forget(self._stream)
+
+
+@contextmanager
+def _whole() -> Iterator[None]:
+    """Ctrl-C waits for what is inside: numpy makes a page of advice of an import that is cut short."""
+    noted: list[int] = []
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    try:
+        if ours:
+            signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
+    except ValueError:  # not the main thread: no interrupts here
+        ours = False
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    if noted:
+        raise KeyboardInterrupt
 
 
 def _forget(stream: Any) -> None:

@@ -143,7 +143,7 @@ def predict(misses: np.ndarray, speed: dict[str, float]) -> dict[str, float]:
 def tokens_of(lines: Trace, path: str) -> np.ndarray:
     """Which token each line belongs to, from 0 (n_line,)."""
     token = np.concatenate(([0], np.cumsum(np.diff(lines.token) != 0)))
-    steps = len(np.unique(np.stack((lines.phase.astype(np.int64), lines.step)), axis=1).T)
+    steps = sum(len(np.unique(lines.step[lines.phase == p])) for p in np.unique(lines.phase))
     if token[-1] + 1 != steps:
         raise MosaicError(
             f"{path}: the {steps} tokens of these lines do not follow one another, so neither --warm nor "
