@@ -26,7 +26,10 @@ int mci_fetch(mc_engine *e, mci_slabs *slabs, const mci_experts *x, int32_t expe
     r->fresh_bytes = slabs->bytes;
     r->tag = tag;
     int rc = mci_io_submit(e->io, r, err);
-    if (rc < 0) mci_slabs_give(slabs, *slab);
+    if (rc < 0) {
+        mci_slabs_give(slabs, *slab);
+        *slab = -1;
+    }
     return rc;
 }
 

@@ -22,7 +22,8 @@ typedef struct mci_ahead {
     double start; /* of this token */
 } mci_ahead;
 
-/* Starts the read of an expert into a slab; there must be a free one. On failure *slab is free. */
+/* Starts the read of an expert into a slab; there must be a free one. On failure it is free
+ * again and *slab -1. */
 int mci_fetch(mc_engine *e, mci_slabs *slabs, const mci_experts *x, int32_t expert, int64_t tag,
               mci_read *r, int32_t *slab, mc_error *err);
 /* A finished read: what the lane found in the slab. */

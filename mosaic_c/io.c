@@ -24,9 +24,8 @@
 enum {
     LANES_DIRECT = 2,
     LANES_BUFFERED = 4,
-    LANES_MOST = 16,
     UNDER_WAY = 2 << 20, /* bytes that keep a disk busy */
-    RUNS = 3, /* of a read: places in the ring */
+    RUNS = 3,            /* of a read: places in the ring */
     LANE_STACK = 256 << 10
 };
 
@@ -37,7 +36,7 @@ typedef struct lane {
 } lane;
 
 typedef struct list {
-    mci_read *first, **end;
+    mci_read *first, **end; /* end: of no meaning while empty */
 } list;
 
 struct mci_io {
@@ -50,11 +49,11 @@ struct mci_io {
     int in_ring;      /* reads that it has begun */
     pthread_mutex_t lock;
     pthread_cond_t work, parked, done; /* parked: lanes that are too many at present */
-    list queue, waiting, finished; /* for a lane, for the ring, to be handed back */
-    int64_t outstanding; /* submitted and not handed back */
-    bool stop, count;    /* count: reads enter the counters */
-    int32_t under_way;   /* of those counted: submitted and not finished */
-    double busy_from;    /* since when there are any */
+    list queue, waiting, finished;     /* for a lane, for the ring, to be handed back */
+    int64_t outstanding;               /* submitted and not handed back */
+    bool stop, count;                  /* count: reads enter the counters */
+    int32_t under_way;                 /* of those counted: submitted and not finished */
+    double busy_from;                  /* since when there are any */
     mci_files files;
     mci_io_stats stats;
     mci_shim shim;
@@ -88,27 +87,22 @@ static double finish(mci_io *io, mci_read *r) {
     return seconds;
 }
 
-/* ---- queue ----------------------------------------------------------------------------------- */
+/* ---- queue ---- */
 
 static void append(list *l, mci_read *r) {
-    r->next = NULL;
     if (!l->first) l->end = &l->first;
+    r->next = NULL;
     *l->end = r;
     l->end = &r->next;
 }
 
-static mci_read *take(list *l) {
-    mci_read *r = l->first;
-    if (r) l->first = r->next;
-    return r;
-}
-
-static bool take_out(list *l, const mci_read *r) {
-    mci_read **at = &l->first;
-    while (*at && *at != r) at = &(*at)->next;
-    if (!*at) return false;
-    if (!(*at = r->next)) l->end = at;
-    return true;
+/* r, or with NULL the first. NULL: it is not there. */
+static mci_read *take(list *l, const mci_read *r) {
+    mci_read **at = &l->first, *got;
+    while (r && *at && *at != r) at = &(*at)->next;
+    if (!(got = *at)) return NULL;
+    if (!(*at = got->next)) l->end = at;
+    return got;
 }
 
 /* Under the lock: a counted read goes. */
@@ -137,7 +131,7 @@ static void *lane_main(void *arg) {
             pthread_cond_wait(&io->parked, &io->lock);
             continue;
         }
-        mci_read *r = take(&io->queue);
+        mci_read *r = take(&io->queue, NULL);
         if (!r) {
             pthread_cond_wait(&io->work, &io->lock);
             continue;
@@ -190,7 +184,7 @@ static bool ring_begin(mci_io *io, mci_read *r) {
 
 /* As many as may be under way. */
 static void ring_fill(mci_io *io) {
-    for (mci_read *r; io->in_ring < io->active && (r = take(&io->waiting));) {
+    for (mci_read *r; io->in_ring < io->active && (r = take(&io->waiting, NULL));) {
         if (ring_begin(io, r))
             hand_back(io, r, finish(io, r));
         else
@@ -265,7 +259,7 @@ int mci_io_mode(int mode, mc_error *err) {
  * same with either. */
 int mci_io_most(int mode, int64_t bytes) {
     if (mode == MC_IO_PREAD || mode == MC_IO_MMAP || bytes < 1) return LANES_BUFFERED;
-    return (int)MCI_MAX(LANES_BUFFERED, MCI_MIN(LANES_MOST, UNDER_WAY / bytes));
+    return (int)MCI_MAX(LANES_BUFFERED, MCI_MIN(MCI_IO_LANES_MOST, UNDER_WAY / bytes));
 }
 
 /* Under the lock. Threads here take no signals: Ctrl-C belongs to the program's own. Fewer than
@@ -302,7 +296,7 @@ int mci_io_create(int mode, int lanes, mci_io **out, mc_error *err) {
     io->mode = mode == MC_IO_AUTO ? MC_IO_DIRECT : mode;
     io->given = lanes > 0;
     io->most = lanes ? lanes : LANES_BUFFERED;
-    io->active = !lanes && io->mode == MC_IO_DIRECT ? LANES_DIRECT : io->most;
+    io->active = lanes || mode == MC_IO_PREAD || mode == MC_IO_MMAP ? io->most : LANES_DIRECT;
     io->count = true;
     io->lane = calloc((size_t)io->most, sizeof *io->lane);
     mci_files_init(&io->files, mode != MC_IO_PREAD, mode == MC_IO_MMAP);
@@ -402,15 +396,17 @@ int mci_io_submit(mci_io *io, mci_read *r, mc_error *err) {
     return rc;
 }
 
-bool mci_io_withdraw(mci_io *io, mci_read *r) {
+mci_read *mci_io_withdraw(mci_io *io, mci_read *r) {
     pthread_mutex_lock(&io->lock);
-    bool found = take_out(&io->queue, r) || take_out(&io->waiting, r);
-    if (found) {
+    mci_read *got = take(&io->queue, r);
+    if (!got) got = take(&io->waiting, r);
+    if (got) {
+        mci_fail(&got->err, MC_ECANCEL, 0, "read: given up");
         end_one(io);
         io->outstanding--;
     }
     pthread_mutex_unlock(&io->lock);
-    return found;
+    return got;
 }
 
 mci_read *mci_io_next(mci_io *io, bool wait) {
@@ -422,7 +418,7 @@ mci_read *mci_io_next(mci_io *io, bool wait) {
         else
             pthread_cond_wait(&io->done, &io->lock);
     }
-    mci_read *r = take(&io->finished);
+    mci_read *r = take(&io->finished, NULL);
     if (r) io->outstanding--;
     pthread_mutex_unlock(&io->lock);
     return r;
@@ -434,7 +430,7 @@ int mci_io_open(mci_io *io, const char *path, mc_error *err) {
     int id = mci_files_open(&io->files, path, err);
     if (id < 0 || io->given || mci_io_direct(io, id)) return id;
     pthread_mutex_lock(&io->lock); /* buffered reads gain from more lanes than direct ones */
-    if (io->mode == MC_IO_DIRECT) io->active = LANES_BUFFERED;
+    if (io->active == LANES_DIRECT) io->active = LANES_BUFFERED;
     pthread_mutex_unlock(&io->lock);
     return id;
 }

@@ -4,13 +4,15 @@
  * Modes (io_file.h says how a range is read):
  *   direct  lanes (threads), each with one read at a time; buffered where a file system refuses
  *   pread   the same, always buffered
- *   uring   one thread that keeps several direct reads in a ring of the kernel; files that refuse
- *           direct reads are read buffered by that thread
+ *   uring   direct reads in a ring of the kernel, handed over and collected by the caller's thread;
+ *           lanes read what needs more than that: files that refuse direct reads, fresh memory
  *   mmap    files are mapped; a submitted run with dst NULL makes its pages exist in the mapping
  *   auto    direct, until mci_io_use changes it */
 #ifndef MCI_IO_H
 #define MCI_IO_H
 #include "io_file.h"
+
+enum { MCI_IO_LANES_MOST = 16 /* where their number is not given */ };
 
 typedef struct mci_io mci_io;
 
@@ -54,9 +56,9 @@ int mci_io_mode(int mode, mc_error *err);
 /* Reads at once that memory is to be planned for, of so many bytes each, in a mode whose number of
  * lanes is not given. */
 int mci_io_most(int mode, int64_t bytes);
-/* lanes: reads under way at once (threads, for uring the depth of its ring); 0: 2 while direct
- * reads work, 4 buffered and mapped, 4 for uring. Threads start with the first submit. MC_ESYS:
- * uring is asked for and not there. */
+/* lanes: reads under way at once (threads, for uring places in its ring); 0: 2 while direct reads
+ * work, 4 buffered and mapped. Threads start with the first submit that needs them. MC_ESYS: uring
+ * is asked for and not there. */
 int mci_io_create(int mode, int lanes, mci_io **out, mc_error *err);
 /* Where the number of lanes is not given: up to `most` may be used (mci_io_use). Before any
  * read. */
@@ -89,9 +91,10 @@ int mci_io_check(mci_io *io, int32_t file, mc_error *err);
 
 /* Queues a read; the caller owns *r until it is handed back by mci_io_next. FIFO. */
 int mci_io_submit(mci_io *io, mci_read *r, mc_error *err);
-/* Takes back a submitted read that no lane has begun. true: it is the caller's again and never
- * handed back by mci_io_next. false: too late. */
-bool mci_io_withdraw(mci_io *io, mci_read *r);
+/* Takes back a submitted read that no lane has begun: this one, or (r NULL) the next of any. It is
+ * the caller's again, never handed back by mci_io_next, and its error is MC_ECANCEL. NULL: too
+ * late. */
+mci_read *mci_io_withdraw(mci_io *io, mci_read *r);
 /* A finished read (r->err.code tells how it ended); wait: block until there is one. NULL: none is
  * finished (wait false) or none is outstanding. */
 mci_read *mci_io_next(mci_io *io, bool wait);

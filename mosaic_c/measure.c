@@ -1,7 +1,7 @@
 /* measure.c - a few reads of experts in each way, then the fastest one. */
 #include "measure.h"
 
-enum { SLABS = 8, READS_MIN = 8, READS_MAX = 64, VOLUME = 16 << 20 };
+enum { SLABS = MCI_IO_LANES_MOST + 1, READS_MIN = 8, READS_MAX = 64, VOLUME = 16 << 20 };
 static const double SECONDS = 0.06, WORTH = 1.1; /* at most; how much faster a later way must be */
 
 typedef struct trial {
@@ -54,28 +54,34 @@ int32_t mci_measure_best(const double *gbs, int32_t n) {
     return best;
 }
 
+/* The ring comes first: it needs no thread, so where all cores compute it gains more than these
+ * reads on idle ones show. Two reads before `most`: what is begun cannot be withdrawn. */
 static void choose(trial *t, int64_t reads) {
     mci_io *io = t->e->io;
     mc_stats *st = &t->e->stats;
-    const int32_t most = mci_io_lanes(io), only = mci_io_lanes_given(io) ? most : 0;
-    const int32_t way[][2] = {{MC_IO_DIRECT, only ? only : 2},
-                              {MC_IO_DIRECT, only ? 0 : 1},
-                              {MC_IO_DIRECT, only ? 0 : most},
-                              {MC_IO_URING, most}};
+    const int32_t most = mci_io_lanes(io), n = mci_io_lanes_given(io) ? 2 : 5;
+    const int32_t given[][2] = {{MC_IO_URING, most}, {MC_IO_DIRECT, most}};
+    const int32_t any[][2] = {{MC_IO_URING, 2},
+                              {MC_IO_URING, most},
+                              {MC_IO_DIRECT, 2},
+                              {MC_IO_DIRECT, 1},
+                              {MC_IO_DIRECT, most}};
     st->tried = 0;
-    for (size_t i = 0; i < sizeof way / sizeof *way && !t->bad; i++) {
-        if (!way[i][1] || mci_io_use(io, way[i][0], way[i][1], NULL) < 0) continue;
+    for (int32_t i = 0; i < n && !t->bad; i++) {
+        const int32_t *way = n == 2 ? given[i] : any[i];
+        if (mci_io_use(io, way[0], way[1], NULL) < 0) continue;
+        run(t, way[1]); /* its threads come into being */
         double gbs = run(t, reads);
         int32_t k = st->tried;
         if (t->bad) break;
-        st->tried_io[k] = way[i][0];
-        st->tried_lanes[k] = way[i][1];
+        st->tried_io[k] = way[0];
+        st->tried_lanes[k] = way[1];
         st->tried_gbs[k] = gbs;
         st->tried++;
     }
     const int32_t best = mci_measure_best(st->tried_gbs, st->tried);
     if (best < 0)
-        mci_io_use(io, way[0][0], way[0][1], NULL);
+        mci_io_use(io, MC_IO_DIRECT, n == 2 ? most : 2, NULL);
     else
         mci_io_use(io, st->tried_io[best], st->tried_lanes[best], NULL);
 }
@@ -86,7 +92,7 @@ void mci_measure_reads(mc_engine *e, const mci_experts *layers, int32_t n_layer,
     const int asked = mci_io_asked(e->io), most = mci_io_lanes(e->io);
     const bool direct = mci_io_direct(e->io, layers[0].ref[0].mat[0].file);
     if (asked != MC_IO_AUTO && direct && most > 4 && !mci_io_lanes_given(e->io))
-        mci_io_use(e->io, asked, most, NULL); /* small experts: unmeasured, but never slower */
+        mci_io_use(e->io, asked, most, NULL); /* small experts, see mci_io_most */
     if (asked != MC_IO_AUTO || !mci_io_idle(e->io)) return;
     t.random = (uint64_t)(mci_now() * 1e9) | 1;
     for (bool fresh; t.n < SLABS && (slab[t.n] = mci_slabs_take(slabs, &fresh)) >= 0; t.n++) {
@@ -96,7 +102,9 @@ void mci_measure_reads(mc_engine *e, const mci_experts *layers, int32_t n_layer,
         t.read[t.n].fresh_bytes = slabs->bytes;
     }
     mci_io_count(e->io, false);
-    run(&t, t.n); /* pages of the slabs and threads come into being */
+    run(&t, t.n); /* pages of the slabs come into being */
+    for (int32_t i = 0; i < t.n; i++)
+        if (!t.read[i].fresh) mci_slabs_filled(slabs, slab[i]);
     if (!t.bad) choose(&t, MCI_MAX(READS_MIN, MCI_MIN(READS_MAX, VOLUME / slabs->bytes)));
     mci_io_count(e->io, true);
     while (t.n > 0) mci_slabs_give(slabs, slab[--t.n]);

@@ -229,8 +229,6 @@ int64_t mc_kv_session_bytes(const mc_kv_desc *d);
 
 int mc_session_create(mc_kv *kv, mc_session **out, mc_error *err);
 void mc_session_free(mc_session *s);
-/* Frees *s and makes it NULL: a destructor for a binding that must not run code of its own. */
-void mc_session_clear(mc_session **s);
 int64_t mc_session_position(const mc_session *s);
 /* Keeps the state at the present position, so that mc_session_rewind can return to it. */
 int mc_session_snapshot(mc_session *s, mc_error *err);
@@ -374,6 +372,21 @@ int mc_policy_replay(int32_t policy, int32_t n_layer, int32_t n_expert, int64_t 
                      int64_t n_line, const int32_t *layer, const int64_t *token,
                      const int64_t *start, const int32_t *ids, int64_t *hits, int64_t *misses,
                      int32_t *line_misses, mc_error *err);
+
+/* ---- ends of handles, for a binding ---------------------------------------------------------- */
+
+/* Each frees *p and makes it NULL: a destructor that runs no code of the binding's language, where
+ * an interrupt would be lost, or the handle. */
+void mc_engine_clear(mc_engine **p);
+void mc_linear_clear(mc_linear **p);
+void mc_head_clear(mc_head **p);
+void mc_kv_clear(mc_kv **p);
+void mc_session_clear(mc_session **p);
+void mc_step_clear(mc_step **p);
+void mc_attn_clear(mc_attn **p);
+void mc_delta_clear(mc_delta **p);
+void mc_store_clear(mc_store **p);
+void mc_moe_clear(mc_moe **p);
 
 /* ---- decoding, for tests and tools ----------------------------------------------------------- */
 

@@ -79,11 +79,6 @@ void mc_session_free(mc_session *s) {
     mci_engine_release(e);
 }
 
-void mc_session_clear(mc_session **s) {
-    mc_session_free(*s);
-    *s = NULL;
-}
-
 int64_t mc_session_position(const mc_session *s) { return s->pos; }
 
 int mci_session_claim(mc_session *s, mc_error *err) {
@@ -285,10 +280,12 @@ static int reserve_pages(mc_session *s, int64_t pos, int64_t count, mc_error *er
     int64_t fresh = need - s->n_page;
     bool shared = at < s->n_page && kv->page_refs[s->pages[at]] > 1;
     if (MCI_MAX(fresh, 0) + shared > kv->n_free)
-        return mci_fail(err, MC_EFULL, 0,
-                        "KV pool full: %lld pages of %d tokens wanted, %lld of %lld are free",
-                        (long long)(MCI_MAX(fresh, 0) + shared), MC_PAGE_TOKENS,
-                        (long long)kv->n_free, (long long)kv->n_page);
+        return mci_fail(
+            err, MC_EFULL, 0,
+            "KV pool full: %lld pages of %d tokens wanted, %lld of %lld are free; close "
+            "a session, or open the model with a larger ctx",
+            (long long)(MCI_MAX(fresh, 0) + shared), MC_PAGE_TOKENS, (long long)kv->n_free,
+            (long long)kv->n_page);
     if (shared) {
         int32_t old = s->pages[at], page = mci_kv_take(kv);
         memcpy(mci_kv_page(kv, page), mci_kv_page(kv, old), (size_t)kv->page_bytes);

@@ -206,8 +206,10 @@ static int read_all(mc_session *s, file *f, const uint8_t *model, void *meta, in
     for (int64_t i = 0; i < h.n_page; i++) {
         int32_t page = mci_kv_take(kv);
         if (page < 0)
-            return mci_fail(err, MC_EFULL, 0, "%s: KV pool full: %lld pages wanted", f->path,
-                            (long long)h.n_page);
+            return mci_fail(err, MC_EFULL, 0,
+                            "%s: KV pool full: %lld pages wanted; close a session, or open the "
+                            "model with a larger ctx",
+                            f->path, (long long)h.n_page);
         s->pages[s->n_page++] = page;
         if ((rc = get(f, mci_kv_page(kv, page), kv->page_bytes, err)) < 0) return rc;
     }

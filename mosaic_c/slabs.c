@@ -57,13 +57,12 @@ int32_t mci_slabs_take(mci_slabs *s, bool *fresh) {
     if (!s->n_free) return -1;
     int32_t slab = s->free[--s->n_free];
     *fresh = !(s->flags[slab] & WARM);
-    s->flags[slab] |= WARM;
     return slab;
 }
 
 void mci_slabs_give(mci_slabs *s, int32_t slab) { s->free[s->n_free++] = slab; }
 
-void mci_slabs_filled(mci_slabs *s, int32_t slab) { s->flags[slab] &= WARM; }
+void mci_slabs_filled(mci_slabs *s, int32_t slab) { s->flags[slab] = WARM; }
 
 bool mci_slabs_used(mci_slabs *s, int32_t slab) {
     if (s->flags[slab] >= SEARCHED) return false;

@@ -25,7 +25,7 @@ int mci_slabs_open(mci_slabs *s, mc_engine *e, int64_t n, int64_t bytes, bool ma
                    mc_error *err);
 void mci_slabs_close(mci_slabs *s);
 uint8_t *mci_slabs_at(const mci_slabs *s, int32_t slab);
-/* A free slab, -1: none. *fresh: its pages do not exist yet, but are about to. */
+/* A free slab, -1: none. *fresh: nothing came into it yet, its pages may not exist. */
 int32_t mci_slabs_take(mci_slabs *s, bool *fresh);
 void mci_slabs_give(mci_slabs *s, int32_t slab);
 /* Another expert lies in the slab. Nothing is known of it. */

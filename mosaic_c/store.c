@@ -312,7 +312,6 @@ static void issue(mc_store *s) {
         s->spare = r->next;
         if (mci_fetch(s->e, &s->slabs, &s->layers[s->layer], en->expert, en - s->line, r, &en->slab,
                       &error) < 0) {
-            en->slab = NONE;
             r->next = s->spare;
             s->spare = r;
             fail_line(s, en, &error);
@@ -486,7 +485,8 @@ void mci_store_done(mc_store *s, int32_t index) {
 
 void mci_store_end(mc_store *s) {
     if (!s->active) return;
-    s->next_wait = s->n_line; /* no new reads */
+    s->next_wait = s->n_line; /* no new reads; what no lane has begun may take long on a bad disk */
+    for (mci_read *r; s->reading && (r = mci_io_withdraw(s->e->io, NULL));) arrived(s, r);
     while (s->reading) arrived(s, mci_io_next(s->e->io, true));
     for (int32_t i = 0; i < s->n_line; i++) {
         entry *en = &s->line[i];

@@ -161,6 +161,13 @@ def test_usage_errors(tiny):
     one_line(run("generate", "x", "--isa", "sse9", *model), 2, "isa", "scalar", "sse9")
     one_line(run("generate", "x", "--vram", "3G", *model), 2, "vram", "no GPU")
     one_line(run("generate", "", *model), 2, "empty")
+    for command in (
+        ["generate", "x", "-m", ""], ["generate", "x", "--trace", "", *model], ["plan", ""], ["plan", "-m", ""],
+        ["inspect", ""], ["doctor", ""], ["verify", "-m", ""], ["bench", "io", ""], ["synth", ""],
+        ["simulate", "", "--slots", 1], ["bench", "sweep", *model, "--routing", ""],
+        ["bench", "sweep", *model, "--plot", ""], ["bench", "sweep", *model, "--compare", ""],
+    ):  # fmt: skip
+        one_line(run(*command), 2, "expected a file or folder, got ''")
     assert run("generate", "x", "--no-such-option").returncode == 2
     assert run("nonsense").returncode == 2
 
@@ -173,7 +180,9 @@ def test_failures(tiny, tmp_path):
     one_line(run("generate", "-m", tiny, stdin=b"\xff\xfe"), 1, "stdin", "UTF-8")
     one_line(run("generate", "x " * 500, "-m", tiny, "--ctx", 64), 1, "64")
     one_line(run("generate", "x", "-m", VECTORS / MODEL), 1, "tokenizer.json", "--ids")
-    one_line(run("generate", "x", "-m", tiny, "--trace", tmp_path / "no" / "t"), 1, "no/t")
+    trace = ["-m", tiny, "--trace"]  # looked at before the model is: that may take minutes
+    one_line(run("generate", "x", *trace, tmp_path / "no" / "t"), 1, "no/t", "no folder")
+    one_line(run("generate", "x", *trace, tmp_path), 1, str(tmp_path), "a folder")
 
 
 def test_the_floor_it_names_works(tiny):
@@ -253,6 +262,23 @@ def test_output_that_cannot_be_written(tiny):
     r = run("generate", "x", "-m", tiny, "-n", 9, "--temp", 0, env={"PYTHONIOENCODING": "ascii"})
     assert r.returncode == 0
     one_line(run("generate", "hi", env={"XDG_CACHE_HOME": "/proc/nope"}), 1, "/proc/nope")
+
+
+@pytest.mark.parametrize("redirect", ["2>/dev/full", "2> >(exec true)"])
+def test_notes_that_cannot_be_written_end_nothing(tiny, tmp_path, redirect):
+    r = subprocess.run(
+        ["bash", "-c", f'exec "$0" -m mosaic_c generate x -m "$1" -n 9 --seed 1 --stats {redirect}',
+         sys.executable, tiny], capture_output=True, timeout=60,
+    )  # fmt: skip
+    assert (
+        r.returncode == 0
+        and r.stdout == run("generate", "x", "-m", tiny, "-n", 9, "--seed", 1).stdout
+    )
+    r = subprocess.run(
+        ["bash", "-c", f'exec "$0" -m mosaic_c synth "$1" {redirect}', sys.executable, tmp_path / "m"],
+        capture_output=True, timeout=60,
+    )  # fmt: skip
+    assert r.returncode == 0 and (tmp_path / "m" / "config.json").is_file()
 
 
 def test_closed_streams(tiny):

@@ -159,7 +159,7 @@ def test_dense_layers(config: Config) -> None:
     assert m.shared and m.shared.width == 96
     assert m.shared.up == Weight("model.layers.0.mlp.up_proj.weight", (96, config["hidden_size"]))
     bad({**config, "mlp_only_layers": [0]}, "intermediate_size", ...)
-    for value in (3, [True], [-1], ["0"], [1.0]):
+    for value in (3, [True], [-1], ["0"], [1.0], 0, False, "", {}):
         bad(config, "mlp_only_layers", value)
     for value in (0, -1, 1.0, True):
         bad(config, "decoder_sparse_step", value)

@@ -192,6 +192,9 @@ def test_what_a_quantised_config_does_not_say_is_said():
     assert "modelopt" in f.notes[0] and "as shipped" in f.notes[0]
     odd = measure(changed(QWEN, "quantization_config.weight_block_size", [64, 64]))
     assert len(odd.columns) == 2 and "[64, 64]" in odd.notes[0]
+    for value in ("fp5", "", 4, ["fp4"], {}, False):
+        odd = measure(FLASH | {"expert_dtype": value})
+        assert len(odd.columns) == 2 and "expert_dtype" in odd.notes[0]
 
 
 def test_fp8_is_what_the_config_says_where_it_is_fp8():
@@ -319,6 +322,17 @@ def test_a_key_that_is_missing_or_absurd_is_named(name, key):
     refused({k: v for k, v in MODELS[name].items() if k != key}, f'"{key}"', "missing")
     for value in (-1, 10**40, 1.5, "x", True, [[]], {}):
         refused(MODELS[name] | {key: value}, f'"{key}')
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_empty_is_not_absent(name):
+    config = MODELS[name]
+    section = "text_config." if "text_config" in config else ""
+    measure(changed(config, f"{section}max_position_embeddings", None))
+    for value in ("", 0, False, [], {}):
+        refused(
+            changed(config, f"{section}max_position_embeddings", value), "max_position_embeddings"
+        )
 
 
 def test_lists_and_sections_are_checked():

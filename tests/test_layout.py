@@ -33,7 +33,7 @@ LEVELS = [
     {"expert", "slabs"},
     {"ahead", "measure"},
     {"linear", "kv", "session", "session_file", "store"},
-    {"attn", "delta", "moe"},
+    {"attn", "delta", "moe", "handles"},
 ]
 
 

@@ -398,7 +398,25 @@ def test_wrong_types_get_a_usage_error():
             s.rewind("1")
         with pytest.raises(UsageError):
             model.generate([1], session=5)
+        for bad in (None, 5, [s], [(s,)], [(s, [1], 2)]):
+            with pytest.raises(UsageError, match="a list of .session, token ids."):
+                model.forward(bad)
+        assert len(model.forward((s, [i]) for i in [1])) == 1  # any iterable of pairs
+        for huge in (2**70, -(2**70), 10**5000):
+            with pytest.raises(UsageError, match="token id: expected 0"):
+                s.forward([1, huge])
+        for bad in (3, ["a"]):
+            with pytest.raises(UsageError, match="path: expected"):
+                s.save(bad)
+            with pytest.raises(UsageError, match="path: expected"):
+                model.session(load=bad)
+        with pytest.raises(UsageError, match="stop: expected strings"):
+            model.generate([1], stop=3)
         assert len(s.forward(t for t in [1, 2])) == 2  # any iterable of ids
+    for bad in (None, 3, [], object()):
+        with pytest.raises(UsageError, match="path: expected"):
+            mosaic_c.open(bad)
+    mosaic_c.open(os.fsencode(VECTORS / PLAIN)).close()
     for options in (
         {"ctx": 1.5},
         {"threads": "2"},
@@ -425,7 +443,7 @@ def test_pool_exhausted_by_a_second_session(expected):
     with open_small(PLAIN, ctx=150) as model:
         a, b = model.session(), model.session()
         a.forward(prompt[:100])
-        with pytest.raises(MosaicError, match="KV pool full") as info:
+        with pytest.raises(MosaicError, match="KV pool full.*close a session, or open") as info:
             b.forward(prompt[:100])
         assert info.value.code == "EFULL" and b.position == 0
         a.forward(prompt[100:])

@@ -335,11 +335,15 @@ def test_all_policies(capsys):
         (("--measured", 5), "--measured: a prediction needs --disk and"),
         ((*SPEED, "--overlap", 1.5), "--overlap 1.5 is out of range: expected 0 to 1"),
         ((*SPEED, "--overlap", "nan"), "--overlap"),
-        ((*SPEED, "--measured", 0), "--measured 0 is out of range: expected more than 0"),
+        ((*SPEED, "--measured", 0), "--measured 0 is out of range: expected 1e-09 to"),
         ((*SPEED[:4], "--compute-ms", "inf"), "--compute-ms inf"),
         ((*SPEED[:4], "--compute-ms", 0), "--compute-ms 0"),
+        ((*SPEED[:4], "--compute-ms", "nan"), "--compute-ms nan"),
+        ((*SPEED[:4], "--compute-ms", "5e-324"), "--compute-ms 4.94066e-324 is out of range"),
+        ((*SPEED, "--measured", "1e-308"), "--measured 1e-308 is out of range"),
+        ((*SPEED, "--measured", "1e308"), "--measured 1e.308 is out of range"),
         (("--disk", "0", *SPEED[2:]), "--disk 0: expected at least 1 byte"),
-        (("--disk", "fast", *SPEED[2:]), "'fast' not understood"),
+        (("--disk", "fast", *SPEED[2:]), "--disk: 'fast' is no size"),
         (("--warm", -1), "--warm -1 is out of range"),
         ((*SPEED, "--warm", 80), "--warm 80 is out of range: expected 0 to 79"),
     ],
@@ -348,6 +352,21 @@ def test_speed_out_of_range(capsys, args, says):
     with pytest.raises(UsageError, match=says) as caught:
         run(capsys, ZIPF, "--slots", 204, *args)
     assert "\n" not in str(caught.value)
+
+
+def test_the_farthest_speeds_are_numbers(capsys, tmp_path):
+    path = tmp_path / "t.csv"
+    with TraceWriter(path, 1, 4, 1) as writer:
+        for step in range(3):
+            writer.add("decode", step, 0, [1])
+    for warm, disk, size in ((1, "7E", "1"), (0, "1", "7E")):  # all hits, and the slowest reads
+        for compute in ("1e-9", "1e12"):
+            for measured in ("1e-9", "1e12"):
+                args = ("--disk", disk, "--expert-bytes", size, "--compute-ms", compute)
+                out = run_json(
+                    capsys, path, "--slots", 2, "--warm", warm, *args, "--measured", measured
+                )
+                assert 0 < out["tok_s"] < np.inf and np.isfinite(out["error_percent"])
 
 
 def test_layer_by_layer_has_no_tokens(capsys, tmp_path):

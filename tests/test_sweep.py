@@ -139,6 +139,31 @@ def test_forced_ids_follow_the_position(monkeypatch, narrow, tmp_path):
         assert np.array_equal(row, whole[want])
 
 
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda n: np.zeros(
+            (1, 6), np.int32
+        ),  # shorter than the positions: the engine knows no length
+        lambda n: np.zeros((n, 5), np.int32),
+        lambda n: np.zeros(6 * n, np.int32),
+        lambda n: np.zeros((n, 6), np.int64),
+        lambda n: [[0, 1, 2, 3, 4, 5]] * n,
+        lambda n: None,
+    ],
+)
+def test_forced_ids_of_another_shape_are_refused(narrow, give):
+    with mosaic_c.open(narrow, ram=RAM, threads=1, ctx=80) as model:
+        model.routing = lambda layer, positions: give(len(positions))
+        s = model.session()
+        with pytest.raises(UsageError, match=r"array int32 \(3, 6\) for layer 0, got"):
+            s.forward([1, 2, 3])
+        assert s.position == 0
+        order = np.arange(6, dtype=np.int32)[::-1]  # any order, and any strides
+        model.routing = lambda layer, positions: np.broadcast_to(order, (len(positions), 6))
+        assert np.isfinite(s.forward([1, 2, 3])).all()
+
+
 def test_a_trace_ends(narrow):
     with mosaic_c.open(narrow, ram=RAM, threads=1, ctx=128) as model:
         model.routing = Routing(ZIPF, model.plan)
@@ -193,8 +218,35 @@ def test_errors_come_before_the_first_run(monkeypatch, capsys, narrow, tmp_path)
     fails(capsys, [*model, *zipf, *zipf, *zipf], "at most two traces")
     fails(capsys, [*model, "--plot", "x.doc"], "x.doc", ".png")
     fails(capsys, [*model, "--plot", str(tmp_path / "no" / "x.png")], "no folder")
+    (tmp_path / "x.png").mkdir()
+    fails(capsys, [*model, "--plot", str(tmp_path / "x.png")], "a folder")
     fails(capsys, ["-m", str(tmp_path / "none")], "none")
     fails(capsys, [*model, "--compare", str(tmp_path)], str(tmp_path))
+
+
+def test_figures_are_out_before_the_picture_fails(capsys, monkeypatch, narrow, tmp_path):
+    pytest.importorskip("matplotlib")
+
+    def fail(*args):
+        raise MosaicError("no picture", "EIO")
+
+    monkeypatch.setattr(plot, "sweep", fail)
+    args = [
+        "bench",
+        "sweep",
+        "-m",
+        str(narrow),
+        "--slots",
+        "8",
+        "--tokens",
+        "1",
+        "--ram",
+        RAM,
+        "--json",
+    ]
+    assert main([*args, "--plot", str(tmp_path / "x.png")]) == 1
+    out, err = capsys.readouterr()
+    assert "no picture" in err and json.loads(out)["tokens"] == 1
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch, capsys, narrow, tmp_path):
@@ -273,6 +325,22 @@ def test_a_picture_that_cannot_be_written(tmp_path):
     row = {"slots": 2, "hit_rate": 0.5, "tok_s": 1.0, "rss": 2e6, "rss_before": 1e6}
     with pytest.raises(MosaicError, match="cannot write"):
         plot.sweep(["a"], [[row]], "t", tmp_path / "no" / "x.png")
+    old = tmp_path / "x.png"
+    old.write_bytes(b"old")
+    with pytest.MonkeyPatch.context() as patch:
+
+        def full(path, data):
+            with open(path, "wb") as file:
+                file.write(data[:10])
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(MosaicError, match="No space left"):
+            plot.sweep(["a"], [[row]], "t", old)
+    assert list(tmp_path.iterdir()) == [old] and old.read_bytes() == b"old"
+    for name in ("x.png", "x.PDF", "x.svg"):
+        plot.sweep(["a"], [[row]], "t", tmp_path / name)
+    assert old.read_bytes()[:4] == b"\x89PNG" and (tmp_path / "x.PDF").read_bytes()[:4] == b"%PDF"
 
 
 # ---- the plain program it is compared with (tests/c/plain_stream.c) ----

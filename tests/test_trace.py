@@ -73,6 +73,7 @@ def test_select(tmp_path):
         ("# n_layer=2\n# n_expert=2\n# n_expert_used=3\ndecode,0,0,1\n", 4, "larger than", "3"),
         ("# n_layer=2\n# n_layer=2\n", 2, "'n_layer=' a second time", ""),
         (HEAD + "decode,0,0,1 2\n# n_layer=2\n", 6, "'n_layer=' after the data", ""),
+        (HEAD + "\0" * (3 << 20), 5, "a line of less than 1048576 characters", "got a longer one"),
         (HEAD + "decode,0,0\n", 5, "expected 4 fields", "'decode,0,0'"),
         (HEAD + "decode,0,0,1 2,3\n", 5, "expected 4 fields", "1 2,3"),
         (HEAD + "\n", 5, "expected 4 fields", "''"),

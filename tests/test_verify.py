@@ -283,10 +283,17 @@ def test_bad_arguments_are_one_line(tiny):
         (2, "token ids", "-m", FOLDER, "--prompt", "a text"),
         (2, "at least one token", "-m", tiny, "--prompt", ""),
         (2, "token id", "-m", FOLDER, "--prompt", "1,2,99999999"),
-        (2, "the model's limit", "-m", tiny, "--tokens", 1 << 20),
+        (
+            2,
+            "--tokens 1048576 behind 24 of the prompt: ctx: expected 1..4096",
+            "-m",
+            tiny,
+            "--tokens",
+            1 << 20,
+        ),
         (1, "too small", "-m", tiny, "--ram", "1M"),
         (1, "no such folder", "-m", tiny / "none"),
-        (2, "expected a folder", "-m", ""),
+        (2, "expected a file or folder", "-m", ""),
     ):
         r = command(*args)
         lines = r.stderr.strip().splitlines()

@@ -7,11 +7,12 @@ with mosaic_c.open("Qwen3.6-35B-A3B-FP8", ram="8G") as model:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from mosaic_c.errors import MosaicError, UsageError
 
+TYPE_CHECKING = False  # of typing, whose import takes longer than all else here
 if TYPE_CHECKING:
+    from typing import Any
+
     from mosaic_c.model import Model, Session
     from mosaic_c.opening import open_model as open
 

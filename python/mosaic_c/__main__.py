@@ -1,7 +1,17 @@
-"""python -m mosaic_c"""
+"""python -m mosaic_c, and the command of that name. Ctrl-C while modules load ends like any other."""
 
 import sys
 
-from mosaic_c.cli import main
 
-sys.exit(main())
+def main() -> int:
+    try:
+        from mosaic_c.cli import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

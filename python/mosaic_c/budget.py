@@ -116,8 +116,9 @@ def _thread_bytes(located: Located) -> int:
     """What each compute thread needs to multiply by integer weights."""
     spans = {(s.dtype, s.cols) for s in located.spans.values()}
     for e in located.experts:
-        pairs = np.unique(np.stack([e["dtype"].ravel(), e["cols"].ravel()]), axis=1)
-        spans |= {(CODE_NAMES[int(code)], int(cols)) for code, cols in pairs.T}
+        # one number each: numpy forgets an interrupt that comes while it compares rows
+        pairs = np.unique(e["cols"].astype(np.int64) << 8 | e["dtype"])
+        spans |= {(CODE_NAMES[pair & 255], pair >> 8) for pair in pairs.tolist()}
     return max((engine.thread_bytes(dtype, cols) for dtype, cols in spans), default=0)
 
 
@@ -273,7 +274,9 @@ def require_fit(memory: MemoryPlan) -> None:
     """Refuses a budget under the hard floor, naming the smallest one that works."""
     if not memory.fits:
         other = (
-            ", or another --io: mmap holds all experts" if memory.mapped else ", or a smaller --ctx"
+            ", or another --io: mmap holds all experts"
+            if memory.mapped
+            else ", or a smaller context"
         )
         raise MosaicError(
             f"memory budget {format_size(memory.budget)} ({memory.reason}) is too small: this model at a context "

@@ -20,7 +20,7 @@ from mosaic_c import families
 from mosaic_c import pack as packs
 from mosaic_c.errors import MosaicError
 from mosaic_c.header import DTYPES, MAX_HEADER, Columns, read_header
-from mosaic_c.jsonfile import few, load, reason, show, shown_path
+from mosaic_c.jsonfile import few, load, path_text, reason, show, shown_path
 from mosaic_c.plan import ModelPlan
 
 if TYPE_CHECKING:
@@ -156,6 +156,7 @@ class Checkpoint:
 
 
 def _folder(path: str | os.PathLike[str]) -> Path:
+    path = path_text(path)
     shown = shown_path(path) or '""'
     try:
         folder = Path(os.path.abspath(path))

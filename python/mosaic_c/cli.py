@@ -9,13 +9,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import mosaic_c
 from mosaic_c.errors import MosaicError, UsageError
 
 COMMANDS = ("generate", "inspect", "plan", "synth", "simulate", "bench", "verify", "doctor")
+PATHS = ("model", "path", "config", "dst", "trace", "routing", "compare", "plot")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,21 +40,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ? and goes on
+    real, sys.stderr = sys.stderr, _Notes(sys.stderr)
+    try:
+        return _main(argv)
+    finally:
+        sys.stderr = real
+
+
+def _main(argv: Sequence[str] | None) -> int:
     command = ""
     try:
-        args = parser().parse_args(argv)
+        with _whole():
+            commands = parser()
+        args = commands.parse_args(argv)
         command = f" {args.command}"
+        _check_paths(args)
         status = args.run(args)
         sys.stdout.flush()
         return status
     except BrokenPipeError:
         # The reader of our output has gone (`| head`): nothing is left to say, also at exit.
-        _forget_stdout()
+        _forget(sys.stdout)
         return 1
     except OSError as error:
         what = f"{error.filename}: " if error.filename else ""
         print(f"mosaic_c{command}: {what}{error.strerror or error}", file=sys.stderr)
-        _forget_stdout()
+        _forget(sys.stdout)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -63,9 +78,60 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _forget_stdout() -> None:
+def _check_paths(args: argparse.Namespace) -> None:
+    """Refuses empty paths: they come of unset variables of a shell, and Python takes them for this folder."""
+    for name in PATHS:
+        value = getattr(args, name, None)
+        if "" in (value if isinstance(value, list) else [value]):
+            raise UsageError(f"{name}: expected a file or folder, got ''")
+
+
+class _Notes:
+    """stderr. Notes and progress are not worth the work they are about: a full disk or a closed pipe under them
+    silences them and ends nothing."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            _forget(self._stream)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            _forget(self._stream)
+
+
+@contextmanager
+def _whole() -> Iterator[None]:
+    """Ctrl-C waits for what is inside: numpy makes a page of advice of an import that is cut short."""
+    noted: list[int] = []
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    try:
+        if ours:
+            signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
+    except ValueError:  # not the main thread: no interrupts here
+        ours = False
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    if noted:
+        raise KeyboardInterrupt
+
+
+def _forget(stream: Any) -> None:
     """What is still buffered has nowhere to go: without this the interpreter complains at its end."""
     try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     except (OSError, ValueError):
         pass

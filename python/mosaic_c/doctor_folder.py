@@ -160,7 +160,9 @@ def model(path: str | os.PathLike[str], roots: Roots) -> Iterator[Finding]:
     data = {"floor": plan.floor, "useful": plan.useful, "budget": budget}
     text = f"needs {format_size(plan.floor)} at least, keeps a token's experts from {format_size(plan.useful)} on"
     if not plan.fits:
-        advice = f"free memory until {format_size(plan.floor)} fit, or a smaller --ctx"
+        advice = (
+            f"free memory until {format_size(plan.floor)} fit, or give generate a smaller --ctx"
+        )
         yield Finding(
             "model memory", "error", f"{text}; the budget is {format_size(budget)}", advice, data
         )

@@ -56,16 +56,15 @@ def call(function: Any, *args: Any) -> int:
     return check(function(*raw, err), err)
 
 
-def _owner(kind: str, free: Any) -> Any:
+def _owner(kind: str) -> Any:
     """Room for a handle, and its end: made before the call that fills it, so that an interrupt between
-    the two loses nothing. Freeing NULL is fine. A session's end is a C function, which no interrupt can
-    cut short: sessions come and go, other handles live as long as the model."""
-    end = lib.mc_session_clear if kind == "mc_session" else lambda owner: free(owner[0])
-    return ffi.gc(ffi.new(f"{kind} **"), end)
+    the two loses nothing. Freeing NULL is fine. The end is a C function, which no interrupt can cut
+    short: one that is raised inside a destructor in Python would be printed and forgotten."""
+    return ffi.gc(ffi.new(f"{kind} **"), getattr(lib, f"{kind}_clear"))
 
 
-def create(function: Any, free: Any, kind: str, *args: Any) -> Any:
-    owner = _owner(kind, free)
+def create(function: Any, kind: str, *args: Any) -> Any:
+    owner = _owner(kind)
     call(function, *args, owner)
     return owner
 
@@ -135,7 +134,7 @@ class Engine(Handle):
             "budget": budget,
         }
         opts = ffi.new("mc_engine_opts *", fields | {"isa": name})
-        self._own = create(lib.mc_engine_create, lib.mc_engine_free, "mc_engine", opts)
+        self._own = create(lib.mc_engine_create, "mc_engine", opts)
 
     def file(self, path: str) -> int:
         return call(lib.mc_engine_file, self, _path(path))
@@ -211,9 +210,7 @@ class Linear(Handle):
     def __init__(self, engine: Engine, weight: dict[str, int], resident: bool = True) -> None:
         self.rows, self.cols, self.resident = weight["rows"], weight["cols"], resident
         desc = ffi.new("mc_tensor *", weight)
-        self._own = create(
-            lib.mc_linear_create, lib.mc_linear_free, "mc_linear", engine, desc, int(resident)
-        )
+        self._own = create(lib.mc_linear_create, "mc_linear", engine, desc, int(resident))
 
     def forward(self, x: np.ndarray, y: np.ndarray) -> None:
         """y (n, rows) = x (n, cols) W^T."""
@@ -231,9 +228,7 @@ class Head(Handle):
     ) -> None:
         self.rows, self.cols = weight.rows, weight.cols
         desc = ffi.new("mc_norm *", norm_desc)
-        self._own = create(
-            lib.mc_head_create, lib.mc_head_free, "mc_head", engine, desc, weight, max_tok
-        )
+        self._own = create(lib.mc_head_create, "mc_head", engine, desc, weight, max_tok)
 
     def forward(self, x: np.ndarray, pick: np.ndarray, y: np.ndarray) -> None:
         """y (n, vocab) = logits of rows pick (int32) of x."""
@@ -253,9 +248,7 @@ class Kv(Handle):
 
     def __init__(self, engine: Engine, desc: dict[str, Any]) -> None:
         self.engine = engine
-        self._own = create(
-            lib.mc_kv_create, lib.mc_kv_free, "mc_kv", engine, ffi.new("mc_kv_desc *", desc)
-        )
+        self._own = create(lib.mc_kv_create, "mc_kv", engine, ffi.new("mc_kv_desc *", desc))
 
 
 class SessionHandle(Handle):
@@ -264,12 +257,12 @@ class SessionHandle(Handle):
 
     @classmethod
     def new(cls, kv: Kv) -> SessionHandle:
-        return cls(create(lib.mc_session_create, lib.mc_session_free, "mc_session", kv))
+        return cls(create(lib.mc_session_create, "mc_session", kv))
 
     @classmethod
     def load(cls, kv: Kv, path: str, model: bytes, room: int) -> tuple[SessionHandle, bytes]:
         """The session and the caller's bytes that were saved with it."""
-        meta, own = ffi.new("uint8_t[]", room), _owner("mc_session", lib.mc_session_free)
+        meta, own = ffi.new("uint8_t[]", room), _owner("mc_session")
         n = call(lib.mc_session_load, kv, _path(path), model, meta, room, own)
         return cls(own), bytes(ffi.buffer(meta, n))
 
@@ -284,7 +277,7 @@ class SessionHandle(Handle):
         )
 
     def fork(self) -> SessionHandle:
-        return SessionHandle(create(lib.mc_session_fork, lib.mc_session_free, "mc_session", self))
+        return SessionHandle(create(lib.mc_session_fork, "mc_session", self))
 
     def snapshot(self) -> None:
         call(lib.mc_session_snapshot, self)
@@ -302,7 +295,7 @@ class Step(Handle):
     """Moves sessions forward together; commit keeps the work, abort (or an error) leaves no trace."""
 
     def __init__(self, engine: Engine) -> None:
-        self._own = create(lib.mc_step_create, lib.mc_step_free, "mc_step", engine)
+        self._own = create(lib.mc_step_create, "mc_step", engine)
 
     def begin(self, sessions: Sequence[SessionHandle]) -> None:
         owners = [s.pin() for s in sessions]
@@ -325,7 +318,7 @@ class Mixer(Handle):
     def __init__(self, engine: Engine, kind: str, desc: dict[str, Any]) -> None:
         self._forward = getattr(lib, f"mc_{kind}_forward")
         self._own = create(
-            getattr(lib, f"mc_{kind}_create"), getattr(lib, f"mc_{kind}_free"), f"mc_{kind}",
+            getattr(lib, f"mc_{kind}_create"), f"mc_{kind}",
             engine, ffi.new(f"mc_{kind}_desc *", desc),
         )  # fmt: skip
 
@@ -341,7 +334,7 @@ class Store(Handle):
         self, engine: Engine, n_layer: int, n_expert: int, top_k: int, policy: str
     ) -> None:
         self._own = create(
-            lib.mc_store_create, lib.mc_store_free, "mc_store", engine, n_layer, n_expert, top_k,
+            lib.mc_store_create, "mc_store", engine, n_layer, n_expert, top_k,
             POLICIES[policy],
         )  # fmt: skip
 
@@ -364,7 +357,7 @@ class Moe(Handle):
                 raise ValueError("experts: layout differs from mc_expert")
             pointer = ffi.cast("mc_expert *", ffi.from_buffer(experts))
         self._own = create(
-            lib.mc_moe_create, lib.mc_moe_free, "mc_moe", engine,
+            lib.mc_moe_create, "mc_moe", engine,
             ffi.NULL if store is None else store, ffi.new("mc_moe_desc *", desc), pointer,
         )  # fmt: skip
 

@@ -17,7 +17,7 @@ class Bench(Handle):
 
     def __init__(self, threads: int, isa: str | None) -> None:
         name = ffi.NULL if isa is None else ffi.new("char[]", isa.encode())
-        self._own = create(lib.mc_bench_create, lib.mc_bench_free, "mc_bench", threads, name)
+        self._own = create(lib.mc_bench_create, "mc_bench", threads, name)
 
     def limits(self) -> dict[str, Any]:
         own = self.pin()

@@ -183,8 +183,11 @@ def storage(top: Config, text: Config, a: Architecture) -> tuple[Form, Form] | s
         if block is not None and block != [128, 128]:
             return f"weight_block_size {shown(block)}"
         fp8 = a.fp8 if a.fp8 not in (None, FP8_ROWS) else fp8_blocks(4)
-        four = any(c.get("expert_dtype") == "fp4" for c in (top, text, q))
-        return (MXFP4 if four else fp8), fp8
+        kinds = [c.get("expert_dtype") for c in (top, text, q) if c.get("expert_dtype") is not None]
+        odd = [kind for kind in kinds if kind not in ("fp4", "fp8")]
+        if odd:
+            return f"expert_dtype {shown(odd[0])}"
+        return (MXFP4 if "fp4" in kinds else fp8), fp8
     if method == "compressed-tensors":
         return _compressed(q)
     return f"quant_method {shown(method)}"

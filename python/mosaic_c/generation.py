@@ -59,7 +59,10 @@ class StopStrings:
     """
 
     def __init__(self, stops: str | Iterable[str] = ()) -> None:
-        self.stops = [stops] if isinstance(stops, str) else list(stops)
+        try:
+            self.stops = [stops] if isinstance(stops, str) else list(stops)
+        except TypeError:
+            raise UsageError(f"stop: expected strings, got {stops!r}") from None
         for stop in self.stops:
             if not isinstance(stop, str) or not stop:
                 raise UsageError(f"stop: expected strings that are not empty, got {stop!r}")

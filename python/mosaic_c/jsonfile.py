@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mosaic_c.errors import MosaicError
+from mosaic_c.errors import MosaicError, UsageError
 
 MAX_DIGITS = 1000  # of an integer; tokenizer configs hold 10**30, Python itself stops at 4300
 MAX_SHOWN = 160  # characters of foreign text in a message
@@ -32,8 +32,30 @@ def show(value: object) -> str:
 
 def shown_path(path: str | os.PathLike[str]) -> str:
     """A path as it is, or quoted where printing it would break the line or the encoding."""
-    text = os.fspath(path)
+    text = os.fsdecode(path)
     return text if text.isprintable() else show(text)
+
+
+def path_text(path: object) -> str:
+    """A caller's path as text; UsageError for what is none."""
+    try:
+        return os.fsdecode(path)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"path: expected a text or a path, got {show(path)}") from None
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raises what would keep a file from being written, before the work whose result it is to hold."""
+    parent = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(parent):
+        raise MosaicError(f"{shown_path(path)}: there is no folder {shown_path(parent)}", "ENOENT")
+    if os.path.isdir(path):
+        raise MosaicError(f"{shown_path(path)}: a folder; expected a file or a new name", "EINVAL")
+    target = path if os.path.exists(path) else parent
+    if not os.access(target, os.W_OK):
+        raise MosaicError(
+            f"{shown_path(path)}: cannot be written: no permission, or read-only", "EIO"
+        )
 
 
 def few(names: list[str], total: int | None = None, limit: int = 5) -> str:

@@ -168,19 +168,23 @@ def default_threads(limits: Limits) -> int:
     return max(1, threads)
 
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgtpe]?)(i?)(b?)\s*", re.IGNORECASE | re.ASCII)
+# At most as many digits as any size below 2^63 needs: int() of a text of thousands is an error of its own.
+_SIZE = re.compile(
+    r"\s*(\d{1,40}(?:\.\d{0,40})?|\.\d{1,40})\s*([kmgtpe]?)(i?)(b?)\s*", re.IGNORECASE | re.ASCII
+)
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, name: str = "size") -> int:
     """Bytes of "6G", "1.5GiB", "160M", "512MB" or "100000"; fractions of a byte are dropped.
 
     K, M, G, T, P, E and KiB, MiB, ... count in 1024, as in systemd and llama.cpp; KB, MB, GB, ... in
-    1000. Case does not matter. UsageError for anything else and from 2^63 on.
+    1000. Case does not matter. UsageError for anything else and from 2^63 on; name: the option, for its message.
     """
     match = _SIZE.fullmatch(text)
+    shown = text if len(text) <= 80 else text[:80] + "..."
     if match is None or (match[3] and not (match[2] and match[4])):
         raise UsageError(
-            f"size {text!r} not understood: expected a number of bytes, or one with K, M, G, T "
+            f"{name}: {shown!r} is no size: expected a number of bytes, or one with K, M, G, T "
             "(1024-based, also KiB, ...) or KB, MB, GB, TB (1000-based), such as 6G or 1.5GiB"
         )
     base = 1000 if match[4] and not match[3] else 1024
@@ -191,7 +195,7 @@ def parse_size(text: str) -> int:
     if fraction:
         size += int(fraction) * factor // 10 ** len(fraction)
     if size >= 1 << 63:
-        raise UsageError(f"size {text!r} is too large: expected less than 8 EiB")
+        raise UsageError(f"{name}: {shown!r} is too large: expected less than 8 EiB")
     return size
 
 

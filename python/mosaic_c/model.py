@@ -24,8 +24,10 @@ from mosaic_c.budget import MemoryPlan
 from mosaic_c.checkpoint import Checkpoint
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.guard import Guard, Watch
+from mosaic_c.jsonfile import path_text
 from mosaic_c.plan import Attention, ModelPlan, Weight
-from mosaic_c.session import Progress, Session, WithProgress, token_ids
+from mosaic_c.routing import checked
+from mosaic_c.session import Progress, Session, WithProgress, pairs, token_ids
 from mosaic_c.stats import Counters, Stats, collect
 
 TOKENIZER = "tokenizer.json"
@@ -153,15 +155,15 @@ class Model:
         self._alive()
         if load is None:
             return Session(self, self._with_room(lambda: engine.SessionHandle.new(self.kv)), [])
-        room = 8 * self.ctx + 64
+        room, path = 8 * self.ctx + 64, path_text(load)
         handle, meta = self._with_room(
-            lambda: engine.SessionHandle.load(self.kv, os.fsdecode(load), self.fingerprint(), room)
+            lambda: engine.SessionHandle.load(self.kv, path, self.fingerprint(), room)
         )
         ids = np.frombuffer(meta[: len(meta) // 4 * 4], np.int32)
         good = len(meta) == 4 * handle.position and (len(ids) == 0 or 0 <= ids.min())
         if not good or (len(ids) and ids.max() >= self.vocab):
             raise MosaicError(
-                f"{os.fsdecode(load)}: expected {handle.position} token ids below {self.vocab}",
+                f"{path}: expected {handle.position} token ids below {self.vocab}",
                 "EFORMAT",
             )
         return Session(self, handle, ids.tolist())
@@ -176,6 +178,7 @@ class Model:
 
         Either every session moves or, on an error or an interrupt, none does.
         """
+        work = pairs(work)
         rows: list[np.ndarray | None] = [None] * len(work)
 
         def take(which: int, x: np.ndarray, first: int, count: int, last: bool) -> None:
@@ -246,7 +249,10 @@ class Model:
                             self.relieve()
                         mixer.forward(step, x)
                         record = trace is not None and index >= 0
-                        forced = routers(index, places) if routers and index >= 0 else None
+                        forced = None
+                        if routers is not None and index >= 0:
+                            top_k = self._routed[index].shape[1]
+                            forced = checked(routers(index, places), len(ids), top_k, index)
                         moe.forward(step, x, self._routed[index] if record else None, forced)
                         if progress is not None:
                             at = sum(done) * len(layers) + (n + 1) * len(ids)

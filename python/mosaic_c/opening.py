@@ -50,7 +50,7 @@ def plan_model(
     if ram is None:
         budget, reason = default_budget(limits)
     elif isinstance(ram, str):
-        budget, reason = parse_size(ram), "--ram"
+        budget, reason = parse_size(ram, "ram"), "--ram"
     else:
         budget, reason = _whole("ram", ram, 2**62), "--ram"
     threads = default_threads(limits) if threads is None else _whole("threads", threads, 256)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mosaic_c.errors import MosaicError, UsageError
+from mosaic_c.jsonfile import check_writable
 
 _SUFFIXES = (".png", ".pdf", ".svg")
 
@@ -17,8 +19,7 @@ def check(path: str | os.PathLike[str]) -> None:
     path = Path(path)
     if path.suffix.lower() not in _SUFFIXES:
         raise UsageError(f"--plot {path}: expected a name that ends in {', '.join(_SUFFIXES)}")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"--plot {path}: there is no folder {path.parent}")
+    check_writable(path)
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -62,8 +63,19 @@ def sweep(
         axes.set_title(label, fontsize="medium")
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
+    drawn = (
+        io.BytesIO()
+    )  # a disk that fills up must not cost the picture that is there, nor leave half of one
+    figure.savefig(drawn, dpi=120, format=Path(path).suffix[1:].lower())
+    target = os.path.realpath(path)  # a link stays
+    partial = f"{target}.partial-{os.getpid()}"
     try:
-        figure.savefig(path, dpi=120)
+        try:
+            Path(partial).write_bytes(drawn.getbuffer())
+            os.replace(partial, target)
+        except BaseException:
+            Path(partial).unlink(missing_ok=True)
+            raise
     except OSError as error:
         raise MosaicError(
             f"{os.fspath(path)}: cannot write the picture: {error.strerror}", "EIO"

@@ -56,6 +56,17 @@ class Routing:
         return np.ascontiguousarray(self.ids[positions, layer])
 
 
+def checked(ids: object, n: int, top_k: int, layer: int) -> np.ndarray:
+    """What a Model's `routing` gave for n positions, as the engine takes it: it knows no length and would read
+    past the end of a shorter array."""
+    got = f"{ids.dtype} {ids.shape}" if isinstance(ids, np.ndarray) else type(ids).__name__
+    if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or ids.shape != (n, top_k):
+        raise UsageError(
+            f"routing: expected an array int32 ({n}, {top_k}) for layer {layer}, got {got}"
+        )
+    return np.ascontiguousarray(ids)
+
+
 def _shape(layers: int, experts: set[int], top_k: set[int]) -> str:
     def some(numbers: set[int]) -> str:
         return " or ".join(map(str, sorted(numbers))) or "no"

@@ -133,7 +133,8 @@ def resolve(generation_config: Mapping[str, Any] | None = None, **overrides: Any
 def _checked(name: str, value: Any, source: str | None) -> Any:
     fine, expected = _RANGES[name]
     number = isinstance(value, _NUMBERS) and not isinstance(value, bool)
-    if number and math.isfinite(value) and abs(value) < 1e30 and fine(value):
+    # The comparison comes first: it is exact for integers that no float can hold, and false for NaN.
+    if number and abs(value) < 1e30 and fine(value):
         return value
     if source is not None:
         raise MosaicError(f"{source}: {name}: expected {expected}, got {value!r}", "EFORMAT")

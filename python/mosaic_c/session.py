@@ -10,6 +10,7 @@ import numpy as np
 
 from mosaic_c import engine
 from mosaic_c.errors import MosaicError, UsageError
+from mosaic_c.jsonfile import path_text, show
 
 if TYPE_CHECKING:
     from mosaic_c.model import Model
@@ -105,7 +106,7 @@ class Session:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes everything to a file, or nothing."""
         self.check()
-        path = os.fsdecode(path)
+        path = path_text(path)
         if "\0" in path:
             raise MosaicError(f"path {path!r}: expected no NUL in it", "EINVAL")
         target = os.path.realpath(path)  # a link stays, and its target is written
@@ -149,6 +150,17 @@ class WithProgress:
         return self._session.forward(ids, last, progress=progress)
 
 
+def pairs(work: Sequence[tuple[Session, Sequence[int]]]) -> list[tuple[Session, Sequence[int]]]:
+    """The work of a forward call as a list; UsageError for what is not sessions with their ids."""
+    try:
+        return [(session, ids) for session, ids in work]
+    except (TypeError, ValueError):
+        raise UsageError(
+            "forward: expected a list of (session, token ids), got "
+            + (type(work).__name__ if not isinstance(work, list) else "other entries")
+        ) from None
+
+
 def token_ids(ids: Sequence[int], vocab: int) -> np.ndarray:
     """Checked ids as int32. Raises UsageError for what is not a sequence of ids below vocab."""
     try:
@@ -159,11 +171,12 @@ def token_ids(ids: Sequence[int], vocab: int) -> np.ndarray:
         ) from None
     if array.size == 0:
         return np.empty(0, np.int32)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
+    large = array.dtype == object and all(type(x) is int for x in array.flat)  # beyond 64 bits
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and not large):
         raise UsageError(
             f"token ids: expected integers in one dimension, got {array.dtype} {array.shape}"
         )
     low, high = int(array.min()), int(array.max())
     if low < 0 or high >= vocab:
-        raise UsageError(f"token id: expected 0..{vocab - 1}, got {low if low < 0 else high}")
+        raise UsageError(f"token id: expected 0..{vocab - 1}, got {show(low if low < 0 else high)}")
     return array.astype(np.int32)

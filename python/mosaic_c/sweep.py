@@ -1,7 +1,8 @@
 """Decode beside the size of the expert cache: one run a size, each in a process of its own.
 
-`python -m mosaic_c.sweep` is such a process: the arguments of `point` come as JSON on stdin, its result or an
-error goes to stdout. What is resident there is honest: no run finds the memory of another.
+`python -m mosaic_c.sweep FD` is such a process: the arguments of `point` come as JSON on stdin, its result or an
+error goes to stdout, and it ends when the pipe FD does. What is resident there is honest: no run finds the
+memory of another.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -179,13 +181,21 @@ def drop_pages(folder: str | os.PathLike[str]) -> None:
 def fresh_point(**arguments: Any) -> dict[str, Any]:
     """`point` in a new process, with the model's pages dropped. Its errors are raised here; an interrupt ends it."""
     drop_pages(arguments["model"])
-    child = subprocess.run(
-        [sys.executable, "-m", "mosaic_c.sweep"],
-        input=json.dumps(arguments),
-        capture_output=True,
-        text=True,
-        start_new_session=True,  # Ctrl-C is this process's to see; it then kills the other
-    )
+    theirs, ours = (
+        os.pipe()
+    )  # nothing is written: it closes when this process ends, however that happens
+    try:
+        child = subprocess.run(
+            [sys.executable, "-m", "mosaic_c.sweep", str(theirs)],
+            input=json.dumps(arguments),
+            capture_output=True,
+            text=True,
+            start_new_session=True,  # Ctrl-C is this process's to see; it then kills the other
+            pass_fds=(theirs,),
+        )
+    finally:
+        os.close(theirs)
+        os.close(ours)
     if child.returncode < 0:
         raise MosaicError(
             f"the run with {arguments['slots']} slots was ended by signal {-child.returncode}"
@@ -220,7 +230,15 @@ def sweep(
     return out
 
 
+def _end_with(pipe: int) -> None:
+    """Ends this process as soon as the other end of the pipe is closed: the one that wanted the result is gone."""
+    os.read(pipe, 1)
+    os._exit(1)
+
+
 def _main() -> None:
+    if len(sys.argv) > 1:
+        threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
     try:
         out = point(**json.load(sys.stdin))
     except MosaicError as error:

@@ -26,6 +26,7 @@ PHASES = ("prefill", "decode")
 COLUMNS = "phase,step,layer,experts"
 # A trace describes a real model; more than this is a damaged header, not a bigger machine.
 _MAX_DIM = 1 << 20
+_MAX_LINE = 1 << 20  # characters; a file that is no trace may be one endless line
 _HEADER = re.compile(r"#\s*([A-Za-z_]\w*)=(.*)", re.ASCII)
 # Eighteen digits fit an int64; isdigit() alone would let other scripts' digits through.
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -121,8 +122,12 @@ class _Reader:
     def read(self, file: TextIO) -> Trace:
         dims: tuple[int, int, int | None] | None = None
         phases, steps, layers, counts, ids, lines = [], [], [], [], [], []
-        for raw in file:
+        while raw := file.readline(_MAX_LINE):
             self.line += 1
+            if len(raw) == _MAX_LINE:
+                raise self.fail(
+                    f"expected a line of less than {_MAX_LINE} characters, got a longer one"
+                )
             text = raw.rstrip("\r\n")
             if text.startswith("#"):
                 self.header_line(text, dims is not None)

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from multiprocessing.connection import Connection
@@ -208,7 +208,14 @@ def _prepare(
         tokenizer = Tokenizer(folder)
     ids = _ids(prompt, tokenizer)
     ctx = (PROMPT_IDS if ids is None else len(ids)) + tokens
-    _, located, memory = plan_model(folder, ram, ctx=ctx, text=tokenizer is not None)
+    try:
+        _, located, memory = plan_model(folder, ram, ctx=ctx, text=tokenizer is not None)
+    except UsageError as error:
+        if not str(error).startswith("ctx: "):
+            raise
+        raise UsageError(
+            f"--tokens {tokens} behind {ctx - tokens} of the prompt: {error}"
+        ) from None
     if ids is None:
         ids = np.random.default_rng(0).integers(0, located.plan.vocab, PROMPT_IDS).tolist()
     token_ids(ids, located.plan.vocab)
@@ -254,7 +261,8 @@ def _run(
     """run_here in a process of its own. MosaicError of it, or ECRASH where it ended without a word."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(theirs, job, setting, against, until), daemon=True)
+    args = (ours, theirs, job, setting, against, until)
+    child = context.Process(target=_child, args=args, daemon=True)
     try:
         with _interrupts_wait():
             child.start()
@@ -297,8 +305,16 @@ def _interrupts_wait() -> Iterator[None]:
 
 
 def _child(
-    pipe: Connection, job: Job, setting: Setting, against: list[bytes] | None, until: int | None
+    ours: Connection,
+    pipe: Connection,
+    job: Job,
+    setting: Setting,
+    against: list[bytes] | None,
+    until: int | None,
 ) -> None:
+    # The fork copied the parent's end too: left open, it would keep this process writing to a parent that was
+    # killed, and then waiting for it, with the whole model in memory.
+    ours.close()
     try:
         result: Any = run_here(job, setting, lambda *news: pipe.send(news), against, until)
     except MemoryError:
@@ -307,7 +323,8 @@ def _child(
         return
     except Exception as error:
         result = error
-    pipe.send(result)
+    with suppress(BrokenPipeError):
+        pipe.send(result)
 
 
 def run_here(

@@ -89,6 +89,11 @@ void mc_bench_free(mc_bench *b) {
     free(b);
 }
 
+void mc_bench_clear(mc_bench **p) {
+    mc_bench_free(*p);
+    *p = NULL;
+}
+
 const mc_bench_limits *mc_bench_limits_of(const mc_bench *b) { return &b->limits; }
 
 /* ---- rows ------------------------------------------------------------------------------------ */

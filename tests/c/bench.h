@@ -50,6 +50,7 @@ typedef struct mc_bench_row {
 /* An engine of these threads and kernel set (NULL: the best), and the limits: a second or two. */
 int mc_bench_create(int32_t threads, const char *isa, mc_bench **out, mc_error *err);
 void mc_bench_free(mc_bench *b);
+void mc_bench_clear(mc_bench **p); /* frees *p, see mosaic_c.h */
 /* Borrowed until mc_bench_free. */
 const mc_bench_limits *mc_bench_limits_of(const mc_bench *b);
 /* How many cases there are to time here; the name of one, as its row will have it. */

@@ -293,7 +293,7 @@ static inline void make_dir(int argc, char **argv, char *dir, size_t room) {
 
 typedef struct setting {
     const char *isa;
-    int threads, kv, io, policy;
+    int threads, kv, io, policy, lanes;
     int64_t slots, pages;
     int32_t ahead;
 } setting;
@@ -330,7 +330,7 @@ static inline mc_kv_desc kv_desc(setting s) {
 }
 
 static inline int open_engine(const model *m, setting s, mc_engine **e, mc_error *err) {
-    mc_engine_opts o = {.threads = s.threads, .io = s.io, .isa = s.isa};
+    mc_engine_opts o = {.threads = s.threads, .lanes = s.lanes, .io = s.io, .isa = s.isa};
     int rc = mc_engine_create(&o, e, err);
     for (int i = 0; i < MODEL_FILES && rc >= 0; i++) rc = mc_engine_file(*e, m->path[i], err);
     return rc;

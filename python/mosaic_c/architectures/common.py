@@ -36,12 +36,12 @@ class Sizes:
     @classmethod
     def read(cls, c: Config, width: str = "moe_intermediate_size") -> Sizes:
         experts = count_experts(c)
-        positions = c.get("max_position_embeddings")
+        known = c.get("max_position_embeddings") is not None
         return cls(
             hidden=c.size("hidden_size", MAX_DIM),
             layers=c.size("num_hidden_layers", MAX_LAYERS),
             vocab=c.size("vocab_size", MAX_VOCAB),
-            positions=positions and c.size("max_position_embeddings", MAX_POSITIONS),
+            positions=c.size("max_position_embeddings", MAX_POSITIONS) if known else None,
             experts=experts,
             top_k=c.size("num_experts_per_tok", experts),
             width=c.size(width, MAX_DIM),

@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
     # The engine is an extension module: --help and bad arguments must not need it.
     from mosaic_c import bench_io, engine
 
-    size, file_size = parse_size(args.size), parse_size(args.file_size)
+    size = parse_size(args.size, "--size")
+    file_size = parse_size(args.file_size, "--file-size")
     lanes, depth = numbers("--lanes", args.lanes), getattr(args, "depth", None)
     named = getattr(args, "io", None)
     modes = [m for m in engine.IO_MODES if m != "auto"] if named is None else named.split(",")

@@ -95,16 +95,16 @@ def run(args: argparse.Namespace) -> int:
         )  # fmt: skip
     finally:
         bar.close()
-    if args.plot is not None:
-        title = f"{tokens} tokens from an empty cache, {table[0][0]['policy']}"
-        title += ", synthetic weights" if any(s.synthetic for s in shapes) else ""
-        plot.sweep([one.name for one in many], table, title, args.plot)
     if args.json:
         result = [
             vars(one) | vars(shape) | {"rows": [rows[i] for rows in table]}
             for i, (one, shape) in enumerate(zip(many, shapes, strict=True))
         ]
-        print(json.dumps({"tokens": tokens, "series": result}))
+        print(json.dumps({"tokens": tokens, "series": result}), flush=True)
+    if args.plot is not None:  # last: should it fail, the figures are out
+        title = f"{tokens} tokens from an empty cache, {table[0][0]['policy']}"
+        title += ", synthetic weights" if any(s.synthetic for s in shapes) else ""
+        plot.sweep([one.name for one in many], table, title, args.plot)
     return 0
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from mosaic_c.commands.options import add_model_options, cache_folder, model_options
 from mosaic_c.errors import MosaicError, UsageError
+from mosaic_c.jsonfile import check_writable
 from mosaic_c.limits import format_size
 
 MAX_PROMPT = 8 << 20  # bytes read from stdin; the longest context is some 4 MB of text
@@ -78,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
     text = _read_prompt(args.prompt) if ids is None else ""
     if ids is None and not text:
         raise UsageError("the prompt is empty: expected at least one character")
-    if args.model == "":
-        raise UsageError("--model: expected a folder, got ''")
+    if args.trace is not None:
+        check_writable(args.trace)
     folder = Path(args.model) if args.model is not None else default_model()
     tokenizer = None
     if (

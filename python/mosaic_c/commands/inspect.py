@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         x for x in (getattr(args, "path", None), getattr(args, "model", None)) if x is not None
     ]
     if len(given) != 1:
-        raise UsageError(f"inspect: expected one checkpoint folder, got {len(given)}")
+        raise UsageError(f"expected one checkpoint folder, got {len(given)}")
     checkpoint = Checkpoint.open(given[0])
     report = describe(checkpoint, checkpoint.locate())
     print(json.dumps(report, indent=2) if args.json else "\n".join(table(report)))

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             args, ("threads", "slots", "io", "policy"), "need weights of a family that runs here"
         )
     ctx = _ctx(args.ctx, footprint) if memory is None else memory.ctx
-    ram = None if memory is not None or args.ram is None else parse_size(args.ram)
+    ram = None if memory is not None or args.ram is None else parse_size(args.ram, "--ram")
     rates = _rates(args, footprint)
     if args.json:
         print(json.dumps(report(footprint, ctx, ram, rates, memory)))
@@ -138,7 +138,7 @@ def _rates(args: argparse.Namespace, f: Footprint) -> Rates | None:
 
 
 def _rate(name: str, text: str) -> int:
-    rate = parse_size(text)
+    rate = parse_size(text, f"--{name}")
     if rate < 1:
         raise UsageError(f"--{name} {text}: expected more than 0 bytes a second, such as 3G")
     return rate

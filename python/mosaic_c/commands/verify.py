@@ -8,7 +8,6 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from mosaic_c.errors import UsageError
 from mosaic_c.limits import format_size
 
 if TYPE_CHECKING:
@@ -47,8 +46,6 @@ def run(args: argparse.Namespace) -> int:
     # The engine is an extension module: --help and bad arguments must not need it.
     from mosaic_c.verify import verify
 
-    if args.model == "":
-        raise UsageError("--model: expected a folder, got ''")
     tqdm.monitor_interval = 0  # no thread of its own: runs are forked
     bar = tqdm(disable=None, leave=False, unit="run", file=sys.stderr)
     width = prompt = 0

@@ -217,7 +217,8 @@ def _agreed(sections: list[Config], key: str, least: float, limit: float) -> flo
 def sparse_layers(c: Config, layers: int) -> list[bool]:
     """Which layers have experts, from mlp_only_layers and decoder_sparse_step."""
     step = c.size("decoder_sparse_step", MAX_LAYERS, default=1)
-    only = c.get("mlp_only_layers") or []
+    only = c.get("mlp_only_layers")
+    only = [] if only is None else only
     if not isinstance(only, list) or any(type(x) is not int or x < 0 for x in only):
         raise c.error("mlp_only_layers", "a list of layer numbers", only)
     dense = set(only)  # a hostile list may be long
