@@ -81,10 +81,10 @@ def test_io_modes(io, expected, reference):
         assert all(gbs > 0 for _, _, gbs in stats.io_tried)
     else:
         assert stats.io == (io if direct or io == "mmap" else "pread") and not stats.io_tried
-    assert stats.lanes_ran == 1 or io == "auto" or stats.io != "uring"
+    assert (0 if stats.io == "uring" else 1) <= stats.lanes_ran <= stats.lanes
     assert 0 < stats.busy_s <= stats.prefill_s and 0 < stats.queue_depth <= stats.reads
     assert stats.read_gbs == pytest.approx(stats.bytes_read / stats.busy_s / 1e9)
-    assert stats.reads == stats.misses > 0 and stats.lanes_ran > 0
+    assert stats.reads == stats.misses > 0
     assert stats.misses <= 40  # one chunk: each of 4 x 10 experts is read at most once
     assert stats.expert_rows == 4 * 150 * 3
 
