@@ -160,7 +160,7 @@ typedef struct mc_stats {
     int64_t slab_bytes;
     int32_t threads, threads_ran;         /* compute threads; how many of them took work so far */
     int32_t io;                           /* MC_IO_... really in use */
-    int32_t lanes, lanes_ran;             /* reads at once; threads that read so far (a ring has none) */
+    int32_t lanes, lanes_ran;             /* reads at once; threads that read so far: no ring */
     int32_t depth;                        /* the most reads submitted and not finished */
     int32_t ahead_on;                     /* reading ahead: 1 in use (or on trial) just now */
     int32_t tried;                        /* ways to read that auto measured, in this order: */

@@ -36,9 +36,9 @@ class Stats:
     those it then needed; ahead_on: whether that goes on. resident, peak: bytes of each tier of the engine. rss,
     peak_rss: of the process. pressure_shrinks: times that the expert cache gave way because memory was short;
     slots_lost: slots it lacks for that now. io: the mode in use, lanes: reads under way at once in it, lanes_ran:
-    threads that read (a ring of uring needs none), queue_depth: most reads waiting or under way; io_asked: the mode asked for; io_tried: (mode,
-    lanes, GB/s) of what auto measured at open. files_direct, files_pread: how the shards are really read; io_note:
-    why not directly."""
+    threads that read (a ring of uring needs none), queue_depth: most reads waiting or under way; io_asked: the mode
+    asked for; io_tried: (mode, lanes, GB/s) of what auto measured at open. files_direct, files_pread: how the shards
+    are really read; io_note: why not directly."""
 
     hits: int
     misses: int
