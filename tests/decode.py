@@ -27,7 +27,7 @@ from contextlib import contextmanager
 import numpy as np
 
 import mosaic_c
-from mosaic_c import engine
+from mosaic_c import engine_bench
 from mosaic_c.bench import read_threads
 from mosaic_c.bind import matrix_bytes, scale_bytes
 from mosaic_c.checkpoint import Checkpoint
@@ -58,7 +58,7 @@ def command(args: argparse.Namespace, ids: list[int]) -> dict:
 
 
 def read_gbs(threads: int) -> float:
-    bench = engine.Bench(threads, None)
+    bench = engine_bench.Bench(threads, None)
     try:
         return bench.limits()["read_gbs"]
     finally:

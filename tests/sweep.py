@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--records")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--io", default="direct")
+    parser.add_argument("--io", default="auto")
     args = parser.parse_args()
     subprocess.run(["make", "-s", "-C", C, "plain-stream"], check=True)
     (one,) = sweep.series(args.model, None, [args.trace])
