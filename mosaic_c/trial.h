@@ -5,8 +5,8 @@
 #include "base.h"
 
 enum {
-    MCI_TRIAL_SAMPLES = 16, /* rounds with, and as many without */
-    MCI_TRIAL_HOLD = 256    /* rounds that follow the verdict */
+    MCI_TRIAL_SAMPLES = 48, /* rounds with, and as many without */
+    MCI_TRIAL_HOLD = 512    /* rounds that follow the verdict */
 };
 
 /* Zeroed: a trial begins. */
