@@ -2,6 +2,7 @@
 
     python tests/memory.py MODEL RAM [TOKENS]      e.g. /data/q35 1700M 60
     python tests/memory.py --squeeze MODEL RAM     needs control groups
+    python tests/memory.py --drift MODEL RAM       e.g. /data/q35 1200M
 
 (a) in a memory control group of 4 x RAM, so that the kernel cannot keep the promise for us: peak usage, page
     cache included, stays under RAM.
@@ -10,6 +11,9 @@
 
 --squeeze: while it generates in a group of 2 x RAM, the limit is lowered to three quarters of what it uses, and
     raised again: no kill, the same tokens, a smaller cache meanwhile, the full one in the end.
+
+--drift: decodes 2,000 tokens after 200, in KV pages that exist beforehand: resident memory at the end stays within
+    1 % of that at the beginning.
 
 (a) and (b) need the right to make a control group (version 1 or 2); without it they are reported as not run.
 """
@@ -26,6 +30,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import numpy as np
 
 import mosaic_c
 from mosaic_c.limits import format_size, parse_size
@@ -257,9 +263,27 @@ def alone(model: str, ram: int, count: int) -> list[int]:
         return [piece.token for piece in run]
 
 
+def main_drift(model: str, ram: int, warm: int = 200, tokens: int = 2000) -> None:
+    rng, rss = np.random.default_rng(5), []
+    with mosaic_c.open(model, ram=ram, ctx=warm + tokens) as m:
+        ids = rng.integers(0, m.vocab, warm + tokens).tolist()
+        with m.session() as s:  # touches every page of KV
+            s.forward(ids, last=True)
+        with m.session() as s:
+            for i, token in enumerate(ids, 1):
+                s.forward([token], last=True)
+                if i >= warm and i % 100 == 0:
+                    rss.append(m.stats().rss)
+    drift = 100 * (rss[-1] / rss[0] - 1)
+    print(f"{format_size(rss[0])} after {warm} tokens, {format_size(rss[-1])} after {tokens} more: {drift:+.3f} %; "
+          f"least {format_size(min(rss))}, most {format_size(max(rss))}")  # fmt: skip
+    sys.exit(abs(drift) >= 1)
+
+
 def main() -> None:
-    if sys.argv[1] == "--squeeze":
-        main_squeeze(sys.argv[2], parse_size(sys.argv[3]))
+    if sys.argv[1] in ("--squeeze", "--drift"):
+        mode = main_squeeze if sys.argv[1] == "--squeeze" else main_drift
+        mode(sys.argv[2], parse_size(sys.argv[3]))
     model, ram = sys.argv[1], parse_size(sys.argv[2])
     tokens = int(sys.argv[3]) if len(sys.argv) > 3 else 60
     a, b, c = (run(model, ram, tokens, limit) for limit in (4 * ram, ram, None))
