@@ -111,6 +111,11 @@ class Pack:
     layers: list[PackLayer]
     source: dict[str, Any]
 
+    @property
+    def format(self) -> str:
+        """The name of the format of all layers and matrices, or the names of all of them."""
+        return ", ".join(sorted({f.name for x in self.layers for f in x.formats}))
+
 
 def shapes_of(e: Experts) -> tuple[tuple[int, int], ...]:
     """(rows, cols) of gate, up, down."""
@@ -129,8 +134,9 @@ def lay_out(
     return tuple(parts), -(-at // RECORD_ALIGN) * RECORD_ALIGN
 
 
-def read(folder: Path, plan: ModelPlan) -> Pack | None:
-    """The pack that a folder is; None: it has no manifest and no record files.
+def read(folder: Path, plan: ModelPlan, files: bool = True) -> Pack | None:
+    """The pack that a folder is; None: it has no manifest and no record files. files False: the record files are
+    not looked at, and need not be there.
 
     Raises MosaicError of one line: ENOENT, EIO for missing or short files, EUNSUPPORTED for another version or
     a feature this reader does not know, EFORMAT for everything that breaks a rule or contradicts config.json.
@@ -143,12 +149,12 @@ def read(folder: Path, plan: ModelPlan) -> Pack | None:
                 code="ENOENT",
             )
         return None
-    return _Reader(folder, shown_path(path), plan).read(load(path, MAX_MANIFEST))
+    return _Reader(folder, shown_path(path), plan, files).read(load(path, MAX_MANIFEST))
 
 
 class _Reader:
-    def __init__(self, folder: Path, where: str, plan: ModelPlan) -> None:
-        self.folder, self.where, self.plan = folder, where, plan
+    def __init__(self, folder: Path, where: str, plan: ModelPlan, look: bool) -> None:
+        self.folder, self.where, self.plan, self.look = folder, where, plan, look
 
     def read(self, m: dict[str, Any]) -> Pack:
         self._head(m)
@@ -197,9 +203,10 @@ class _Reader:
                 self._fail(
                     f"{at}: expected the plain name of a .bin file in this folder, once", name
                 )
-            claimed = self._whole(entry, "bytes", at)
-            fd, size = open_regular(self.folder / name)
-            os.close(fd)
+            size = claimed = self._whole(entry, "bytes", at)
+            if self.look:
+                fd, size = open_regular(self.folder / name)
+                os.close(fd)
             if size != claimed:
                 raise MosaicError(
                     f"{shown_path(self.folder / name)}: {MANIFEST} expects {claimed} bytes, got {size}; "

@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 def read(path: str, kv: str) -> tuple[Path | None, Footprint]:
     """(folder that has weights or None, footprint) of a config.json or a folder with one."""
+    from mosaic_c import families, pack
     from mosaic_c.checkpoint import MAX_CONFIG
 
     config = Path(path)
@@ -101,7 +102,10 @@ def read(path: str, kv: str) -> tuple[Path | None, Footprint]:
     ):
         data["quantization_config"] = {"quant_method": "modelopt"}  # said in that file instead
     weights = folder is not None and any(folder.glob("*.safetensors"))
-    return folder if weights else None, measure(data, shown_path(config), kv)
+    where, shipped = shown_path(config), None
+    if (config.parent / pack.MANIFEST).exists():
+        shipped = pack.read(config.parent, families.plan_for(data, where), files=False)
+    return folder if weights else None, measure(data, where, kv, shipped)
 
 
 def _unused(args: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
