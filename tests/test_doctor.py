@@ -304,6 +304,22 @@ def test_speed_findings(system, monkeypatch, speed, level, words):
     assert ("host's cache" in system.one("read speed").text) == (level in ("ok", "warning"))
 
 
+def test_records_of_a_pack_are_measured(system, monkeypatch):
+    folder, asked = system.root / "pack", []
+    folder.mkdir()
+    for name, size in (("model.safetensors", 1), ("experts-00001.bin", 2)):
+        (folder / name).write_bytes(bytes(size))
+    (folder / "mosaic.json").write_text('{"files": [{"name": "experts-00001.bin"}]}')
+    monkeypatch.setattr(
+        disk,
+        "measure",
+        lambda _, file, *rest: asked.append(file) or disk.Speed("", True, reason="x"),
+    )
+    system.roots = Roots(system.roots.proc, system.roots.sys, system.roots.cgroup, 1.0)
+    system.examine(folder)
+    assert asked == [folder / "experts-00001.bin"]
+
+
 def test_files_in_memory_are_not_measured(system):
     system.roots = Roots(system.roots.proc, system.roots.sys, system.roots.cgroup, 1.0)
     found = mounted(system, "tmpfs")

@@ -288,6 +288,22 @@ def test_records_that_changed_places(packs, tmp_path, capsys):
         (folder / "mosaic.json").write_text(json.dumps(m))
 
 
+def test_the_largest_file_of_weights(packs, tmp_path):
+    assert pack.largest_file(packs["int4-row"]) == packs["int4-row"] / "experts-00001.bin"
+    assert pack.largest_file(packs["release"]) == packs["release"] / "model.safetensors"
+    assert pack.largest_file(tmp_path) is None
+    outside = tmp_path / "outside.bin"
+    outside.write_bytes(bytes(1 << 20))
+    for change in (put("files.0.name", "../outside.bin"), put("files", 7), put("files.0", [])):
+        (tmp_path / "m").mkdir()
+        folder = copied(packs["int4-row"], tmp_path / "m")
+        m = manifest(folder)
+        change(m)
+        (folder / "mosaic.json").write_text(json.dumps(m))
+        assert pack.largest_file(folder) == folder / "model.safetensors"
+        shutil.rmtree(tmp_path / "m")
+
+
 # ---- manifests -----------------------------------------------------------------------------------
 
 

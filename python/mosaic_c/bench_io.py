@@ -18,6 +18,7 @@ from mosaic_c import engine, engine_bench
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.jsonfile import show
 from mosaic_c.limits import format_size, read_limits, smallest_limit
+from mosaic_c.pack import largest_file
 
 BLOCK = 4096
 MAX_LANES, MAX_DEPTH = 64, 1024
@@ -82,15 +83,15 @@ def disk(
     size: int,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Iterator[Disk]:
-    """The file to read: path itself, the largest *.safetensors of a folder, or a temporary one in it."""
+    """The file to read: path itself, the largest file of weights in a folder, or a temporary one in it."""
     path = Path(path)
     if path.is_dir():
-        shards = [p for p in path.glob("*.safetensors") if p.is_file()]
-        if not shards:
+        largest = largest_file(path)
+        if largest is None:
             with _temporary(path, file_size, size, progress) as found:
                 yield found
             return
-        path = max(shards, key=lambda p: p.stat().st_size)
+        path = largest
     try:
         st = os.stat(path)
     except OSError as error:

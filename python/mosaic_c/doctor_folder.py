@@ -13,6 +13,7 @@ from mosaic_c.errors import MosaicError
 from mosaic_c.findings import Finding, Roots, budget_of
 from mosaic_c.jsonfile import reason, shown_path
 from mosaic_c.limits import default_threads, format_size
+from mosaic_c.pack import largest_file
 
 SLOW = 200e6  # bytes/s; a solid-state disk reads several times that
 
@@ -85,10 +86,8 @@ def _device(device: disk.Device | None) -> Finding:
 def _speed(
     folder: Path, in_memory: bool, device: disk.Device | None, roots: Roots
 ) -> Iterator[Finding]:
-    shards = [f for f in folder.glob("*.safetensors") if f.is_file()]
-    largest = max(shards, key=lambda f: f.stat().st_size, default=None)
     try:
-        speed = disk.measure(folder, largest, in_memory, roots.seconds)
+        speed = disk.measure(folder, largest_file(folder), in_memory, roots.seconds)
     except OSError as error:
         advice = (
             ""

@@ -152,8 +152,28 @@ def read(folder: Path, plan: ModelPlan, files: bool = True) -> Pack | None:
     return _Reader(folder, shown_path(path), plan, files).read(load(path, MAX_MANIFEST))
 
 
+def largest_file(folder: Path) -> Path | None:
+    """The largest file of weights in a folder: its safetensors files, and the record files that a manifest names.
+    Nothing is checked: a manifest that cannot be read names none."""
+    found = list(folder.glob("*.safetensors"))
+    try:
+        entries = load(folder / MANIFEST, MAX_MANIFEST).get("files")
+    except MosaicError:
+        entries = None
+    for entry in entries if isinstance(entries, list) else ():
+        if isinstance(entry, dict) and _is_record_file(entry.get("name")):
+            found.append(folder / entry["name"])
+    sizes = {path: path.stat().st_size for path in found if path.is_file()}
+    return max(sizes, key=sizes.__getitem__, default=None)
+
+
+def _is_record_file(name: object) -> bool:
+    """The plain name of a .bin file."""
+    return isinstance(name, str) and name.endswith(".bin") and not any(c in name for c in "/\\\0")
+
+
 class _Reader:
-    def __init__(self, folder: Path, where: str, plan: ModelPlan, look: bool) -> None:
+    def __init__(self, folder: Path, where: str, plan: ModelPlan, look: bool = True) -> None:
         self.folder, self.where, self.plan, self.look = folder, where, plan, look
 
     def read(self, m: dict[str, Any]) -> Pack:
@@ -199,7 +219,7 @@ class _Reader:
             if not isinstance(entry, dict):
                 self._fail(f"{at}: expected an object", entry)
             name = self._want(entry, "name", str, "a string", at)
-            if name in names or not name.endswith(".bin") or any(c in name for c in "/\\\0"):
+            if name in names or not _is_record_file(name):
                 self._fail(
                     f"{at}: expected the plain name of a .bin file in this folder, once", name
                 )

@@ -16,7 +16,7 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
         help="check this machine, this installation and a folder",
         description="Looks at the processor, memory and its limits, the installation, and at the disk and the model "
         "of a folder, measures about two seconds of reads there, and says what to do. Changes nothing: where "
-        "the folder holds no large safetensors file, a temporary one of at most 256 MB is written and "
+        "the folder holds no large file of weights, a temporary one of at most 256 MB is written and "
         "removed. Exit status 1 when there is an error.",
     )
     parser.add_argument(
