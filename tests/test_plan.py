@@ -68,7 +68,9 @@ def test_command_predicts(command, flash):
     assert high["tokens_per_s"] == pytest.approx(1e10 / touched)
     alone = (1 - OVERLAP) * touched / 1e10
     assert low["tokens_per_s"] == pytest.approx(1 / (alone + 0.75 * shipped["token_bytes"] / 3e9))
-    assert "a ceiling" in command(flash, "--disk", "3G")[1]
+    out = command(flash, "--disk", "3G")[1]
+    assert "a ceiling" in out and "at 3 GB/s from disk" in out
+    assert json.loads(command(flash, "--disk", "3G", "--json")[1])["disk"] == 3_000_000_000
     assert "a ceiling" not in command(flash, "--disk", "3G", "--memory", "9G")[1]
     assert status == 0
 

@@ -240,7 +240,7 @@ def test_engine_refuses_what_the_reader_would_have():
 
 # ---- speed ---------------------------------------------------------------------------------------
 
-SPEED = ("--disk", "1000M", "--expert-bytes", "4M", "--compute-ms", 30)
+SPEED = ("--disk", "1000MiB", "--expert-bytes", "4M", "--compute-ms", 30)
 
 
 def misses_of_tokens(path, slots):
@@ -281,6 +281,15 @@ def test_a_prediction_from_means_would_be_too_fast(capsys):
     )  # fmt: skip
     assert out["tok_s"] == pytest.approx(1 / np.mean([max(m * 4 / 1000, 0.1) for m in each]))
     assert out["tok_s"] < 0.98 / max(np.mean(each) * 4 / 1000, 0.1)
+
+
+def test_rates_are_decimal_and_sizes_binary(capsys):
+    each = misses_of_tokens(ZIPF, 204)
+    for rate in ("1G", "1GB", "1000000000"):
+        args = ("--disk", rate, "--expert-bytes", "4M", "--compute-ms", 1, "--overlap", 0)
+        out = run_json(capsys, ZIPF, "--policy", "lru", "--slots", 204, *args)
+        seconds = sum(0.001 + m * 4 * 2**20 / 1e9 for m in each)
+        assert out["tok_s"] == pytest.approx(len(each) / seconds)
 
 
 def test_room_for_all_computes_only(capsys):
@@ -342,8 +351,8 @@ def test_all_policies(capsys):
         ((*SPEED[:4], "--compute-ms", "5e-324"), "--compute-ms 4.94066e-324 is out of range"),
         ((*SPEED, "--measured", "1e-308"), "--measured 1e-308 is out of range"),
         ((*SPEED, "--measured", "1e308"), "--measured 1e.308 is out of range"),
-        (("--disk", "0", *SPEED[2:]), "--disk 0: expected at least 1 byte"),
-        (("--disk", "fast", *SPEED[2:]), "--disk: 'fast' is no size"),
+        (("--disk", "0", *SPEED[2:]), "--disk 0: expected more than 0 bytes a second"),
+        (("--disk", "fast", *SPEED[2:]), "--disk: 'fast' is no rate"),
         (("--warm", -1), "--warm -1 is out of range"),
         ((*SPEED, "--warm", 80), "--warm 80 is out of range: expected 0 to 79"),
     ],

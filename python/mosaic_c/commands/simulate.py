@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mosaic_c.errors import MosaicError, UsageError
-from mosaic_c.limits import format_size, parse_size
+from mosaic_c.limits import format_size, parse_rate, parse_size
 from mosaic_c.predict import OVERLAP, token_seconds
 from mosaic_c.trace import Trace, read_trace
 
@@ -61,7 +61,12 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
     )
     speed = parser.add_argument_group("speed", "the first three together predict tokens a second")
     p, unset = speed.add_argument, argparse.SUPPRESS
-    p("--disk", metavar="RATE", default=unset, help="bytes a second that it reads, such as 3G")
+    p(
+        "--disk",
+        metavar="RATE",
+        default=unset,
+        help="bytes a second that it reads, such as 3G (3 GB/s)",
+    )
     p("--expert-bytes", metavar="SIZE", default=unset, help="bytes read for an expert, such as 3M")
     p("--compute-ms", type=float, metavar="F", default=unset,
       help="milliseconds of a token when all experts are in memory")  # fmt: skip
@@ -97,7 +102,7 @@ def _speed(args: argparse.Namespace) -> dict[str, float] | None:
                 f"--{given[0].replace('_', '-')}: a prediction needs {' and '.join(missing)}, too"
             )
         return None
-    out = {"disk": _size("--disk", args.disk), "expert": _size("--expert-bytes", args.expert_bytes)}
+    out = {"disk": parse_rate(args.disk, "--disk"), "expert": _expert(args.expert_bytes)}
     out["compute"] = _positive("--compute-ms", args.compute_ms) / 1e3
     out["overlap"] = getattr(args, "overlap", OVERLAP)
     if not 0 <= out["overlap"] <= 1:
@@ -107,10 +112,10 @@ def _speed(args: argparse.Namespace) -> dict[str, float] | None:
     return out
 
 
-def _size(option: str, text: str) -> int:
-    size = parse_size(text, option)
+def _expert(text: str) -> int:
+    size = parse_size(text, "--expert-bytes")
     if size < 1:
-        raise UsageError(f"{option} {text}: expected at least 1 byte, such as 3M or 3G")
+        raise UsageError(f"--expert-bytes {text}: expected at least 1 byte, such as 3M")
     return size
 
 
