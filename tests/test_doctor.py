@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mosaic_c import cli, disk, doctor, engine
+from mosaic_c.errors import MosaicError
 from mosaic_c.findings import LEVELS, Roots
 
 GIB = 1 << 30
@@ -281,15 +282,22 @@ def test_disk_types(system):
 @pytest.mark.parametrize(
     ("speed", "level", "words"),
     [
-        (disk.Speed("x", True, "", 9, 1.0, 9e8, 0.001), "ok", "900 MB/s"),
-        (disk.Speed("x", False, "no", 9, 1.0, 9e7, 0.1), "warning", "page cache dropped"),
+        (disk.Speed("x", True, "", 9, 1.0, 9e8, 9 << 20), "ok", "900 MB/s"),
+        (
+            disk.Speed("x", True, "", 9, 1.0, 9e8, 8 << 20),
+            "ok",
+            "the engine's reader; direct; more",
+        ),
+        (disk.Speed("x", True, "", 9, 1.0, 9e8, 9 << 20, False), "ok", "without the engine"),
+        (disk.Speed("x", False, "no", 9, 1.0, 9e7, 9 << 20), "warning", "page cache dropped"),
+        (MosaicError("bad sector", "EIO"), "note", "bad sector"),
         (disk.Speed("x", True, reason="because"), "note", "because"),
         (OSError(errno.EROFS, "Read-only file system"), "note", "Read-only"),
     ],
 )
 def test_speed_findings(system, monkeypatch, speed, level, words):
     def measure(*args):
-        if isinstance(speed, OSError):
+        if isinstance(speed, Exception):
             raise speed
         return speed
 

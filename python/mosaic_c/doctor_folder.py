@@ -88,13 +88,14 @@ def _speed(
 ) -> Iterator[Finding]:
     try:
         speed = disk.measure(folder, largest_file(folder), in_memory, roots.seconds)
-    except OSError as error:
+    except (OSError, MosaicError) as error:
         advice = (
             ""
             if os.access(folder, os.W_OK)
             else "name a folder that you may write to, or with a model"
         )
-        yield Finding("read speed", "note", f"not measured: {reason(error)}", advice)
+        why = reason(error) if isinstance(error, OSError) else str(error)
+        yield Finding("read speed", "note", f"not measured: {why}", advice)
         return
     data = asdict(speed)
     if speed.reason:
@@ -108,11 +109,14 @@ def _speed(
         )
     text = (
         f"{speed.bytes_s / 1e6:.0f} MB/s: {speed.reads} random reads of 1 MiB of {speed.file} in "
-        f"{speed.seconds:.2f} s, {disk.IN_FLIGHT} at a time, median {speed.median_s * 1e3:.2f} ms; "
+        f"{speed.seconds:.2f} s, {disk.IN_FLIGHT} at a time, "
     )
+    text += "by the engine's reader; " if speed.engine else "without the engine, which is faster; "
     text += "direct" if speed.direct else "buffered, its page cache dropped before"
     if device is not None and device.how == "virtual":
         text += "; a host's cache may be in it"
+    elif speed.reads * disk.BLOCK > speed.file_bytes:
+        text += "; more than the file has: the disk's own cache may be in it"
     if speed.bytes_s < SLOW:
         yield Finding(
             "read speed", "warning", text, "expect seconds for a token; use a faster disk", data
