@@ -6,8 +6,9 @@ import os
 import shutil
 import stat
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,26 +132,13 @@ def _temporary(
             "another folder or a smaller --file-size",
             "ENOSPC",
         )
-    try:
-        fd = _nameless(folder)
+    with ExitStack() as stack:
         try:
+            fd = stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0)).fileno()
             _fill(fd, bytes_, progress)
-        except BaseException:
-            os.close(fd)
-            raise
-    except OSError as error:
-        raise MosaicError(f"{name}: {error.strerror}", "EIO") from None
-    try:
+        except OSError as error:
+            raise MosaicError(f"{name}: {error.strerror}", "EIO") from None
         yield Disk(f"/proc/self/fd/{fd}", name, bytes_, True)
-    finally:
-        os.close(fd)
-
-
-def _nameless(folder: Path) -> int:
-    path = folder / f".mosaic_c-bench-{os.getpid()}"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    os.unlink(path)
-    return fd
 
 
 def _fill(fd: int, bytes_: int, progress: Callable[[int, int], None]) -> None:
