@@ -146,6 +146,18 @@ def test_python_dependencies(path):
     assert not any(name.split(".")[0] == "ctypes" for name in found)
 
 
+@pytest.mark.parametrize(("enum", "names"), [("IO", "IO_MODES"), ("POLICY", "POLICIES")])
+def test_names_of_settings_are_those_of_the_header(enum, names):
+    from mosaic_c import engine, modes
+
+    found = re.findall(
+        rf"\bMC_{enum}_(\w+) = (\d+)", (C / "mosaic_c.h").read_text(encoding="ascii")
+    )
+    want = {name.lower().replace("_", "-"): int(value) for name, value in found}
+    assert getattr(engine, names) == want and set(getattr(modes, names)) == set(want)
+    assert set(modes.PER_LAYER) | set(modes.REPLAY_ONLY) < set(modes.POLICIES)
+
+
 HEADERS = [C / "mosaic_c.h", BENCH / "bench.h", BENCH / "bench_io.h"]
 
 

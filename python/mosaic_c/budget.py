@@ -15,6 +15,7 @@ from mosaic_c import blocks, engine
 from mosaic_c.bind import CODE_NAMES, Located
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.limits import format_size
+from mosaic_c.modes import PER_LAYER
 from mosaic_c.plan import Attention, ModelPlan
 
 MB = 1 << 20
@@ -152,7 +153,7 @@ def plan_memory(
     slab = max((engine.expert_slab(a)[0] for a in located.experts), default=0)
     scales = sum(engine.expert_slab(a)[1] for a in located.experts)
     acts = _thread_bytes(located)
-    per_layer = policy == "layer-lru"
+    per_layer = policy in PER_LAYER
     unit = slab * (len(moe) if per_layer else 1)  # what one slot costs
     most = max((m.experts.count for m in moe if m.experts), default=0) if per_layer else experts
     if slots is not None and slots > most:

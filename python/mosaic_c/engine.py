@@ -13,27 +13,18 @@ from typing import Any
 
 import numpy as np
 
+from mosaic_c import modes
 from mosaic_c._engine import ffi, lib
+from mosaic_c.dtypes import BITS
 from mosaic_c.errors import MosaicError
 
 DTYPES = {
     "F32": lib.MC_F32, "BF16": lib.MC_BF16, "F16": lib.MC_F16, "F8_E4M3": lib.MC_F8E4M3,
     "F4": lib.MC_F4E2M1, "INT4": lib.MC_INT4, "I8": lib.MC_INT8, "F8_E8M0": lib.MC_F8E8M0,
 }  # fmt: skip
-BITS = {"F32": 32, "BF16": 16, "F16": 16, "F8_E4M3": 8, "F4": 4, "INT4": 4, "I8": 8, "F8_E8M0": 8}
-IO_MODES = {
-    "auto": lib.MC_IO_AUTO,
-    "pread": lib.MC_IO_PREAD,
-    "direct": lib.MC_IO_DIRECT,
-    "uring": lib.MC_IO_URING,
-    "mmap": lib.MC_IO_MMAP,
-}
+IO_MODES = {name: getattr(lib, f"MC_IO_{name.upper()}") for name in modes.IO_MODES}
 POLICIES = {
-    "auto": lib.MC_POLICY_AUTO,
-    "lfu": lib.MC_POLICY_LFU,
-    "lru": lib.MC_POLICY_LRU,
-    "layer-lru": lib.MC_POLICY_LAYER_LRU,
-    "belady": lib.MC_POLICY_BELADY,
+    name: getattr(lib, f"MC_POLICY_{name.upper().replace('-', '_')}") for name in modes.POLICIES
 }
 PAGE_TOKENS = lib.MC_PAGE_TOKENS
 MEM_KINDS = ("weights", "cache", "state", "scratch", "meta")

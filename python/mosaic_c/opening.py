@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mosaic_c import engine
+from mosaic_c import engine, modes
 from mosaic_c.bind import Located
 from mosaic_c.budget import MB, MemoryPlan, plan_memory, require_fit
 from mosaic_c.checkpoint import Checkpoint
@@ -44,7 +44,7 @@ def plan_model(
         raise UsageError(
             f"io: expected a mode that this system has, got uring: {missing}; use auto"
         )
-    _one_of("policy", policy, [p for p in engine.POLICIES if p != "belady"])
+    _one_of("policy", policy, modes.MODEL_POLICIES)
     _one_of("kv", kv, ("f32", "bf16"))
     limits = read_limits()
     if ram is None:

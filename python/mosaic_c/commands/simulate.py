@@ -11,11 +11,11 @@ import numpy as np
 
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.limits import format_size, parse_rate, parse_size
+from mosaic_c.modes import PER_LAYER, POLICIES
 from mosaic_c.predict import OVERLAP, token_seconds
 from mosaic_c.trace import Trace, read_trace
 
-POLICIES = ("auto", "lfu", "lru", "layer-lru", "belady")
-ALL = ("lru", "lfu", "auto", "belady")  # those that share all slots
+ALL = tuple(p for p in POLICIES if p not in PER_LAYER)  # those that share all slots
 
 
 def add_parser(sub: argparse._SubParsersAction) -> None:
@@ -82,7 +82,7 @@ def slots_of(trace: Trace, policy: str, share: float) -> int:
     """A share of all experts as slots (per layer for layer-lru), rounded down, at least 1."""
     if not (math.isfinite(share) and 0 < share <= 1):
         raise UsageError(f"--share {share:g} is out of range: expected more than 0, at most 1")
-    experts = trace.n_expert * (1 if policy == "layer-lru" else trace.n_layer)
+    experts = trace.n_expert * (1 if policy in PER_LAYER else trace.n_layer)
     # 0.15 * 2048 is 307.2 in any arithmetic, but 0.29 * 100 is 28.999...: rounding first keeps
     # decimal shares exact.
     return max(1, math.floor(round(share * experts, 6)))
@@ -214,7 +214,7 @@ def run(args: argparse.Namespace) -> int:
         body = {"policies": results} if args.policy == "all" else results[0]
         print(json.dumps(body | common))
         return 0
-    where = "per layer" if args.policy == "layer-lru" else "in all"
+    where = "per layer" if args.policy in PER_LAYER else "in all"
     after = f" after {args.warm} tokens" if args.warm else ""
     head = f"{slots} slots {where}, {common['lines']} {args.phase} lines{after}:"
     if args.policy == "all":
