@@ -21,8 +21,8 @@ from helpers_checkpoint import (
 )
 
 from mosaic_c import families
+from mosaic_c.dtypes import BITS
 from mosaic_c.families import plan_for
-from mosaic_c.header import BITS
 from mosaic_c.plan import Attention, DeltaNet, ModelPlan, Weight
 
 CONFIGS = Path(__file__).parent / "vectors" / "configs"

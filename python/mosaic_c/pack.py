@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from mosaic_c.dtypes import BITS
 from mosaic_c.errors import MosaicError
-from mosaic_c.header import BITS
 from mosaic_c.jsonfile import few, load, open_regular, show, shown_path
 from mosaic_c.plan import Experts, ModelPlan
 
@@ -53,7 +53,7 @@ class Format:
         return f"{name}-g{self.block[1]}" if self.block[1] else f"{name}-row"
 
     def nbytes(self, rows: int, cols: int) -> int:
-        return rows * -(-cols * _BITS[self.dtype] // 8)
+        return rows * -(-cols * BITS[self.dtype] // 8)
 
     def scales(self, rows: int, cols: int) -> int:
         """How many scales."""
@@ -62,10 +62,9 @@ class Format:
         return -(-rows // self.block[0]) * -(-cols // (self.block[1] or cols))
 
     def scale_nbytes(self, rows: int, cols: int) -> int:
-        return self.scales(rows, cols) * _BITS[self.scale] // 8 if self.scale else 0
+        return self.scales(rows, cols) * BITS[self.scale] // 8 if self.scale else 0
 
 
-_BITS = BITS | {"INT4": 4}
 _GROUPS = ((1, 0), (1, 32), (1, 64), (1, 128))
 # What the engine computes with (mosaic_c/dtype.c): dtype -> scale dtypes, blocks.
 ALLOWED: dict[str, tuple[tuple[str, ...], tuple[tuple[int, int], ...]]] = {
