@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mosaic_c
-from mosaic_c import MosaicError, UsageError, engine, pack, synth
+from mosaic_c import MosaicError, UsageError, engine, engine_pure, pack, synth
 from mosaic_c.bind import matrix_bytes, scale_bytes
 from mosaic_c.checkpoint import DTYPE_CODES, Checkpoint
 from mosaic_c.cli import main
@@ -116,7 +116,7 @@ def test_a_table_of_formats_is_the_engines():
         works = set()
         for kind, block in itertools.product(DTYPE_CODES, blocks):
             try:
-                engine.gemm("scalar", dtype, bytes(512), 1, 128, x, kind, scale, block)
+                engine_pure.gemm("scalar", dtype, bytes(512), 1, 128, x, kind, scale, block)
                 works.add((kind, block))
             except MosaicError:
                 pass
@@ -135,11 +135,11 @@ def test_names_of_formats():
 
 
 def test_crc32c_of_the_engine():
-    assert engine.crc32c(b"123456789") == crc32c(b"123456789") == 0xE3069283
+    assert engine_pure.crc32c(b"123456789") == crc32c(b"123456789") == 0xE3069283
     data = np.arange(5000, dtype=np.uint16)
     assert (
-        engine.crc32c(data[100:].copy(), engine.crc32c(data[:100].copy()))
-        == engine.crc32c(data)
+        engine_pure.crc32c(data[100:].copy(), engine_pure.crc32c(data[:100].copy()))
+        == engine_pure.crc32c(data)
         == crc32c(data.tobytes())
     )
 
@@ -541,7 +541,7 @@ def test_weights_of_all_formats_have_one_size(packs, name):
         t, x = e[3][k], np.eye(96, dtype=np.float32)
         names = {v: k for k, v in DTYPE_CODES.items()}
         at, to = int(t["offset"]), int(t["scale_offset"])
-        w = engine.gemm(
+        w = engine_pure.gemm(
             "scalar", names[int(t["dtype"])], raw[at : at + 8192], 48, 96, x, names[int(t["scale_dtype"])],
             raw[to : to + 8192] + bytes(8192), (int(t["block_rows"]), int(t["block_cols"])),
         )  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mosaic_c import engine, modes
+from mosaic_c import engine_pure, modes
 from mosaic_c.commands import simulate
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.predict import OVERLAP
@@ -115,7 +115,7 @@ def zipf_lines(rng, tokens, layers=10, experts=64, top_k=4, repeat=0.0):
 def replay_ids(policy, ids, slots, experts=64):
     tokens, layers, top_k = ids.shape
     lines = tokens * layers
-    return engine.policy_replay(
+    return engine_pure.policy_replay(
         policy,
         layers,
         experts,
@@ -233,9 +233,9 @@ def test_engine_refuses_what_the_reader_would_have():
     one = np.zeros(1, np.int32)
     token, start = np.zeros(1, np.int64), np.array([0, 1], np.int64)
     with pytest.raises(MosaicError):
-        engine.policy_replay("lru", 1, 4, 2, one, token, start, np.array([4], np.int32))
+        engine_pure.policy_replay("lru", 1, 4, 2, one, token, start, np.array([4], np.int32))
     with pytest.raises(MosaicError):
-        engine.policy_replay("lru", 1, 4, 0, one, token, start, one)
+        engine_pure.policy_replay("lru", 1, 4, 0, one, token, start, one)
 
 
 # ---- speed ---------------------------------------------------------------------------------------
@@ -394,7 +394,7 @@ def test_misses_of_lines():
     layer, token = np.array([0, 1, 0, 1], np.int32), np.array([0, 0, 1, 1])
     start, ids = np.arange(5), np.array([2, 2, 2, 3], np.int32)
     misses = np.full(4, -1, np.int32)
-    assert engine.policy_replay("lru", 2, 4, 8, layer, token, start, ids, misses) == (1, 3)
+    assert engine_pure.policy_replay("lru", 2, 4, 8, layer, token, start, ids, misses) == (1, 3)
     assert misses.tolist() == [1, 1, 0, 1]
     with pytest.raises(ValueError, match="4 lines"):
-        engine.policy_replay("lru", 2, 4, 8, layer, token, start, ids, misses[:3])
+        engine_pure.policy_replay("lru", 2, 4, 8, layer, token, start, ids, misses[:3])

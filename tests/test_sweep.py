@@ -12,7 +12,7 @@ import pytest
 from memory import cached_bytes
 
 import mosaic_c
-from mosaic_c import budget, engine, plot, sweep, synth, synth_shapes
+from mosaic_c import budget, engine_pure, plot, sweep, synth, synth_shapes
 from mosaic_c.cli import main
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.routing import Routing
@@ -51,7 +51,7 @@ def test_known_hit_counts(narrow, slots):
 def test_a_part_of_the_trace_and_another_policy(narrow):
     lines = read_trace(ZIPF)
     keep = lines.token < 33
-    want = engine.policy_replay(
+    want = engine_pure.policy_replay(
         "lru", 8, 256, 16, lines.layer[keep], lines.token[keep],
         np.arange(keep.sum() + 1, dtype=np.int64) * 6, lines.ids[: keep.sum() * 6],
     )  # fmt: skip

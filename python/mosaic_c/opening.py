@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mosaic_c import engine, modes
+from mosaic_c import engine, engine_pure, modes
 from mosaic_c.bind import Located
 from mosaic_c.budget import MB, MemoryPlan, plan_memory, require_fit
 from mosaic_c.checkpoint import Checkpoint
@@ -58,7 +58,7 @@ def plan_model(
     slots = None if slots is None else _whole("slots", slots, 2**31)
     checkpoint = Checkpoint.open(path)
     located = checkpoint.locate()
-    slab = max((engine.expert_slab(a)[0] for a in located.experts), default=0)
+    slab = max((engine_pure.expert_slab(a)[0] for a in located.experts), default=0)
     memory = plan_memory(
         located, budget=budget, reason=reason, threads=threads, lanes=engine.io_most(io, slab), ctx=ctx, kv=kv,
         policy=policy, slots=slots, later=0 if text else _tokenizer_bytes(checkpoint.folder),

@@ -160,10 +160,10 @@ def tokens_of(lines: Trace, path: str) -> np.ndarray:
 def replay(lines: Trace, policy: str, slots: int) -> np.ndarray:
     """Misses of each line (n_line,)."""
     # The engine is an extension module: --help and bad arguments must not need it.
-    from mosaic_c import engine
+    from mosaic_c import engine_pure
 
     misses = np.empty(len(lines), np.int32)
-    engine.policy_replay(
+    engine_pure.policy_replay(
         policy,
         lines.n_layer,
         lines.n_expert,
