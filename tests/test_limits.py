@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.limits import (
+    MAX_THREADS,
     Bound,
     Limits,
     default_budget,
@@ -23,6 +24,7 @@ from mosaic_c.limits import (
     read_bounds,
     read_limits,
     read_process,
+    usable_cores,
 )
 
 GIB = 1 << 30
@@ -71,6 +73,12 @@ def test_no_groups(tree):
     assert limits == Limits(8 * GIB, 16 * GIB, None, None, None, None, 8)
     assert default_budget(limits)[0] == 6 * GIB
     assert default_threads(limits) == 8
+
+
+def test_more_cores_than_threads(tree):
+    tree.put("proc/self/status", f"Cpus_allowed:\t{'f' * 75}\n")
+    limits = tree.read()
+    assert (usable_cores(limits), default_threads(limits)) == (300, MAX_THREADS)
 
 
 def test_v2_plain(tree):

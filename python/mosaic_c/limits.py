@@ -20,6 +20,7 @@ from mosaic_c.errors import MosaicError, UsageError
 # "No limit" in version 1 is LONG_MAX rounded down to a page, which depends on the page size.
 _UNLIMITED = 1 << 60
 _MIB = 1 << 20
+MAX_THREADS = 256  # compute threads of an engine
 # What is left to the kernel, to other processes and to measuring errors when no budget is given.
 _KEEP = 4  # one part in _KEEP
 
@@ -158,6 +159,11 @@ def default_budget(limits: Limits) -> tuple[int, str]:
 
 
 def default_threads(limits: Limits) -> int:
+    """As many as usable_cores says, but no more than the engine takes."""
+    return min(usable_cores(limits), MAX_THREADS)
+
+
+def usable_cores(limits: Limits) -> int:
     """min(CPUs in the affinity mask, CPU quota rounded up), at least 1.
 
     Up, not down: with a quota of 1.5 cores two threads get all of it, one thread only two thirds.

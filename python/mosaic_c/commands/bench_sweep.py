@@ -45,7 +45,7 @@ def add_parser(which: argparse._SubParsersAction) -> None:
         "--threads",
         type=int,
         metavar="N",
-        help="compute threads (default: the cores this process may use)",
+        help="compute threads (default: the cores this process may use, at most 256)",
     )
     add(
         "--io",

@@ -22,7 +22,7 @@ def add_model_options(parser: argparse.ArgumentParser, required: bool = False) -
         "--threads",
         type=int,
         metavar="N",
-        help="compute threads (default: the cores this process may use)",
+        help="compute threads (default: the cores this process may use, at most 256)",
     )
     p("--io", choices=IO_MODES, default="auto", help="how experts are read: "
       "direct past the page cache, by io_uring, by pread, or mapped where all fit (default: %(default)s, the "
