@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from mosaic_c.dtypes import BITS
 from mosaic_c.errors import MosaicError
-from mosaic_c.header import BITS
 from mosaic_c.plan import ModelPlan
 
 Spec = dict[str, tuple[str, tuple[int, ...]]]  # tensor name -> (dtype, shape)

@@ -146,6 +146,9 @@ def test_a_model_folder_gives_its_largest_shard(tmp_path):
         (tmp_path / name).write_bytes(os.urandom(size * MIB))
     with bench_io.disk(tmp_path, 0, 4096) as file:
         assert file.path == str(tmp_path / "b.safetensors") and file.size == 2 * MIB
+    (tmp_path / "mosaic.json").write_text('{"files": [{"name": "c.bin"}]}')  # records of a pack
+    with bench_io.disk(tmp_path, 0, 4096) as file:
+        assert file.path == str(tmp_path / "c.bin") and file.size == 3 * MIB
 
 
 def fails(capsys, status, args, *words):

@@ -25,8 +25,9 @@ from helpers_checkpoint import (
     write_checkpoint,
 )
 
-from mosaic_c.bind import SIZES, Located, Span
+from mosaic_c.bind import Located, Span
 from mosaic_c.checkpoint import DTYPE_CODES, TENSOR_DTYPE, Checkpoint
+from mosaic_c.dtypes import BITS
 from mosaic_c.families import plan_for
 from mosaic_c.plan import Weight
 
@@ -75,7 +76,7 @@ def read(path: Path, offset: int, rows: int, cols: int, size: int) -> np.ndarray
         return np.frombuffer(f.read(rows * cols * size), np.uint8).reshape(rows, cols, size)
 
 
-SIZE = {DTYPE_CODES[x]: size for x, size in SIZES.items()}
+SIZE = {code: BITS[x] // 8 for x, code in DTYPE_CODES.items() if BITS[x] >= 8}
 
 
 def check_expert(path: Path, record: np.void, weight: np.ndarray, scale: np.ndarray | None) -> None:

@@ -11,7 +11,7 @@ from conftest import MODELS, open_small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mosaic_c import budget, engine
+from mosaic_c import budget, engine, modes
 
 
 def same(a, b):
@@ -37,10 +37,10 @@ def test_kernel_sets(name, isa, expected, reference):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("policy", ["auto", "lfu", "lru", "layer-lru"])
+@pytest.mark.parametrize("policy", modes.MODEL_POLICIES)
 def test_smallest_cache_and_token_by_token(name, policy, expected, reference):
     prompt = expected[name]["prompt"][:70]  # past one KV page
-    floor = 1 if policy == "layer-lru" else 3
+    floor = 1 if policy in modes.PER_LAYER else 3
     with open_small(name, policy=policy, slots=floor) as model:
         got = run(model, prompt, [(i, i + 1) for i in range(70)])
         stats = model.stats()
@@ -107,7 +107,7 @@ def test_reading_ahead(expected, reference):
 @settings(max_examples=40, deadline=None)
 @given(
     name=st.sampled_from(MODELS),
-    policy=st.sampled_from(["auto", "lfu", "lru", "layer-lru"]),
+    policy=st.sampled_from(modes.MODEL_POLICIES),
     slots=st.integers(3, 14),
     threads=st.integers(1, 4),
     isa=st.sampled_from(engine.isas()),
@@ -119,7 +119,7 @@ def test_any_setting(name, policy, slots, threads, isa, io, edges, chunk, expect
     prompt = expected[name]["prompt"]
     if io == "mmap":
         slots = None  # all of them
-    elif policy == "layer-lru":
+    elif policy in modes.PER_LAYER:
         slots = 1 + slots % 4
     else:
         slots = min(slots, 8)  # the smallest model has 8

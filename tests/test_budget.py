@@ -2,13 +2,15 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from conftest import VECTORS, open_small
 
 import mosaic_c
-from mosaic_c import MosaicError, UsageError, budget, guard, synth
+from mosaic_c import MosaicError, UsageError, budget, guard, opening, synth
+from mosaic_c.limits import read_limits
 from mosaic_c.opening import plan_model
 
 HYBRID = "qwen35_fp8"
@@ -32,6 +34,16 @@ def test_items_add_up_and_stay_under_the_budget():
             assert m.fits and m.total <= m.budget
             assert m.floor <= m.useful <= m.budget or m.warnings
             assert m.slots <= (10 if policy == "layer-lru" else 40)
+
+
+def test_more_cores_than_threads_are_told(monkeypatch):
+    many = replace(read_limits(), affinity=300, cpu_quota=None)
+    monkeypatch.setattr(opening, "read_limits", lambda: many)
+    m = plan(ram="8G", threads=None)
+    assert m.threads == 256 and any("for 300 cores" in w for w in m.warnings)
+    assert not any("cores" in w for w in plan(ram="8G").warnings)
+    with open_small(HYBRID, ram="8G", threads=None) as model:
+        assert model.stats().threads == 256
 
 
 def test_more_memory_never_means_fewer_slots_or_less_context():

@@ -7,6 +7,7 @@ import os
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers_checkpoint import (
     QWEN3,
@@ -23,8 +24,9 @@ from helpers_checkpoint import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mosaic_c import engine
+from mosaic_c import engine, engine_pure, pack
 from mosaic_c.checkpoint import DTYPE_CODES, TENSOR_DTYPE, Checkpoint, TensorInfo
+from mosaic_c.dtypes import BITS
 from mosaic_c.errors import MosaicError
 from mosaic_c.families import plan_for
 from mosaic_c.header import Columns, read_header
@@ -134,6 +136,28 @@ def test_mc_tensor_layout() -> None:
         "record": 56, "crc": 60,
     }  # fmt: skip
     assert DTYPE_CODES == engine.DTYPES
+
+
+@pytest.mark.parametrize("dtype", pack.ALLOWED)
+def test_a_type_is_as_wide_here_as_in_c(dtype: str) -> None:
+    """By the slab of an expert whose scales lie elsewhere."""
+    side, (scales, blocks) = 4096, pack.ALLOWED[dtype]
+    size = side * side * BITS[dtype] // 8
+    e = np.zeros((1, 3), TENSOR_DTYPE)
+    e["dtype"], e["rows"], e["cols"], e["offset"] = (
+        DTYPE_CODES[dtype],
+        side,
+        side,
+        [0, size, 2 * size],
+    )
+    e["scale_file"] = -1
+    wanted = 0
+    if scales:
+        e["scale_file"], e["scale_dtype"] = 1, DTYPE_CODES[scales[0]]
+        (rows, cols) = e["block_rows"], e["block_cols"] = blocks[0]
+        wanted = 3 * (side // rows) * (side // (cols or side)) * BITS[scales[0]] // 8
+    slab, resident = engine_pure.expert_slab(e)
+    assert 3 * size <= slab <= 3 * size + 8192 and wanted <= resident <= wanted + 1024
 
 
 # ---- the folder and its configs ------------------------------------------------------------------

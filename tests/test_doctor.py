@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mosaic_c import cli, disk, doctor, engine
+from mosaic_c.errors import MosaicError
 from mosaic_c.findings import LEVELS, Roots
 
 GIB = 1 << 30
@@ -281,15 +282,22 @@ def test_disk_types(system):
 @pytest.mark.parametrize(
     ("speed", "level", "words"),
     [
-        (disk.Speed("x", True, "", 9, 1.0, 9e8, 0.001), "ok", "900 MB/s"),
-        (disk.Speed("x", False, "no", 9, 1.0, 9e7, 0.1), "warning", "page cache dropped"),
+        (disk.Speed("x", True, "", 9, 1.0, 9e8, 9 << 20), "ok", "900 MB/s"),
+        (
+            disk.Speed("x", True, "", 9, 1.0, 9e8, 8 << 20),
+            "ok",
+            "the engine's reader; direct; more",
+        ),
+        (disk.Speed("x", True, "", 9, 1.0, 9e8, 9 << 20, False), "ok", "without the engine"),
+        (disk.Speed("x", False, "no", 9, 1.0, 9e7, 9 << 20), "warning", "page cache dropped"),
+        (MosaicError("bad sector", "EIO"), "note", "bad sector"),
         (disk.Speed("x", True, reason="because"), "note", "because"),
         (OSError(errno.EROFS, "Read-only file system"), "note", "Read-only"),
     ],
 )
 def test_speed_findings(system, monkeypatch, speed, level, words):
     def measure(*args):
-        if isinstance(speed, OSError):
+        if isinstance(speed, Exception):
             raise speed
         return speed
 
@@ -302,6 +310,22 @@ def test_speed_findings(system, monkeypatch, speed, level, words):
     system.device("8:0", "pci0/virtio1/block/sda", rotational=0)
     system.device("8:1", "pci0/virtio1/block/sda/sda1")
     assert ("host's cache" in system.one("read speed").text) == (level in ("ok", "warning"))
+
+
+def test_records_of_a_pack_are_measured(system, monkeypatch):
+    folder, asked = system.root / "pack", []
+    folder.mkdir()
+    for name, size in (("model.safetensors", 1), ("experts-00001.bin", 2)):
+        (folder / name).write_bytes(bytes(size))
+    (folder / "mosaic.json").write_text('{"files": [{"name": "experts-00001.bin"}]}')
+    monkeypatch.setattr(
+        disk,
+        "measure",
+        lambda _, file, *rest: asked.append(file) or disk.Speed("", True, reason="x"),
+    )
+    system.roots = Roots(system.roots.proc, system.roots.sys, system.roots.cgroup, 1.0)
+    system.examine(folder)
+    assert asked == [folder / "experts-00001.bin"]
 
 
 def test_files_in_memory_are_not_measured(system):

@@ -4,6 +4,7 @@ the arithmetic."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,8 @@ from helpers_checkpoint import (
 )
 
 from mosaic_c import families
-from mosaic_c.families import plan_for
-from mosaic_c.header import BITS
+from mosaic_c.dtypes import BITS
+from mosaic_c.families import common, plan_for
 from mosaic_c.plan import Attention, DeltaNet, ModelPlan, Weight
 
 CONFIGS = Path(__file__).parent / "vectors" / "configs"
@@ -365,6 +366,42 @@ def test_wrapper_needs_its_text() -> None:
     bad(QWEN35, "text_config", [1], "an object")
     unsupported(QWEN35, "text_config.model_type", "qwen3_5_text")
     refused(changed(QWEN35, "text_config.hidden_size", ...), "text_config", '"hidden_size"')
+
+
+def test_layers_that_differ_are_refused() -> None:
+    """What a sequence carries has one shape for all layers of a kind; no family here can say otherwise."""
+    plan = plan_for(QWEN35)
+    c, d = (
+        families.Config(QWEN35, "x.json"),
+        common.Dims.read(families.Config(QWEN35_TEXT, "x.json"), head_dim_required=True),
+    )
+
+    def made(i: int, **change: object) -> ModelPlan:
+        layers = list(plan.layers)
+        layers[i] = replace(layers[i], **change)
+        return common.model(c, "x", "model", d, layers, plus_one=True, tied=False, block=None)
+
+    assert made(0).layers == plan.layers
+    mixer, moe = plan.layers[0].mixer, plan.layers[2].moe
+    assert isinstance(mixer, DeltaNet) and moe.experts
+    for i, change, words in (
+        (
+            1,
+            {"mixer": replace(mixer, dv=7)},
+            ("layer 1", "linear attention as in layer 0", "and 7"),
+        ),
+        (2, {"moe": replace(moe, experts=replace(moe.experts, count=9))}, ("layer 2", "9 of them")),
+    ):
+        refusal(lambda i=i, change=change: made(i, **change), "x.json", *words, code="EUNSUPPORTED")
+    a = attention(plan)
+    layers = [
+        replace(x, mixer=replace(a, kv_heads=n))
+        for n, x in zip((2, 2, 1, 2), plan.layers, strict=True)
+    ]
+    refusal(
+        lambda: common.model(c, "x", "model", d, layers, plus_one=True, tied=False, block=None),
+        "x.json", "layer 2", "attention as in layer 0", "1 KV heads", code="EUNSUPPORTED",
+    )  # fmt: skip
 
 
 # ---- real checkpoints ----------------------------------------------------------------------------

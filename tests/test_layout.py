@@ -129,9 +129,9 @@ def imports(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", sorted(PY.rglob("*.py")), ids=lambda p: str(p.relative_to(PY)))
 def test_python_dependencies(path):
     found = imports(path)
-    if path.stem not in ("engine", "engine_bench"):
+    if path.stem not in ("engine", "engine_pure", "engine_bench"):
         assert not any("_engine" in name for name in found), (
-            "only engine.py and engine_bench.py talk to C"
+            "only engine.py, engine_pure.py and engine_bench.py talk to C"
         )
     if path.stem not in ("__main__",):
         assert not any(name.startswith("mosaic_c.cli") for name in found), "nothing imports cli"
@@ -144,6 +144,18 @@ def test_python_dependencies(path):
         allowed = ("mosaic_c.architectures", "mosaic_c.families.config", "mosaic_c.errors")
         assert all(n.startswith(allowed) for n in own), own
     assert not any(name.split(".")[0] == "ctypes" for name in found)
+
+
+@pytest.mark.parametrize(("enum", "names"), [("IO", "IO_MODES"), ("POLICY", "POLICIES")])
+def test_names_of_settings_are_those_of_the_header(enum, names):
+    from mosaic_c import engine, modes
+
+    found = re.findall(
+        rf"\bMC_{enum}_(\w+) = (\d+)", (C / "mosaic_c.h").read_text(encoding="ascii")
+    )
+    want = {name.lower().replace("_", "-"): int(value) for name, value in found}
+    assert getattr(engine, names) == want and set(getattr(modes, names)) == set(want)
+    assert set(modes.PER_LAYER) | set(modes.REPLAY_ONLY) < set(modes.POLICIES)
 
 
 HEADERS = [C / "mosaic_c.h", BENCH / "bench.h", BENCH / "bench_io.h"]

@@ -11,16 +11,20 @@ from hypothesis import strategies as st
 
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.limits import (
+    MAX_THREADS,
     Bound,
     Limits,
     default_budget,
     default_threads,
+    format_rate,
     format_size,
     memory_groups,
+    parse_rate,
     parse_size,
     read_bounds,
     read_limits,
     read_process,
+    usable_cores,
 )
 
 GIB = 1 << 30
@@ -69,6 +73,12 @@ def test_no_groups(tree):
     assert limits == Limits(8 * GIB, 16 * GIB, None, None, None, None, 8)
     assert default_budget(limits)[0] == 6 * GIB
     assert default_threads(limits) == 8
+
+
+def test_more_cores_than_threads(tree):
+    tree.put("proc/self/status", f"Cpus_allowed:\t{'f' * 75}\n")
+    limits = tree.read()
+    assert (usable_cores(limits), default_threads(limits)) == (300, MAX_THREADS)
 
 
 def test_v2_plain(tree):
@@ -339,6 +349,34 @@ def test_memory_of_the_process(tree):
 )
 def test_parse_size(text, size):
     assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("3G", 3 * 10**9),
+        ("3g", 3 * 10**9),
+        ("3GB", 3 * 10**9),
+        ("3GiB", 3 << 30),
+        ("1.5M", 1_500_000),
+        ("500 MB", 5 * 10**8),
+        ("1", 1),
+        ("7E", 7 * 10**18),
+    ],
+)
+def test_parse_rate(text, rate):
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["fast", "3Gi", "0", "0.0001K", "10E", "-1", "3GB/h"])
+def test_parse_rate_refuses(text):
+    with pytest.raises(UsageError) as caught:
+        parse_rate(text, "--disk")
+    assert str(caught.value).startswith("--disk") and text in str(caught.value)
+
+
+def test_format_rate():
+    assert format_rate(3e9) == "3 GB/s" and format_rate(429_496_729) == "0.4295 GB/s"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mosaic_c
-from mosaic_c import MosaicError, UsageError, engine, pack, synth
+from mosaic_c import MosaicError, UsageError, engine, engine_pure, pack, synth
 from mosaic_c.bind import matrix_bytes, scale_bytes
 from mosaic_c.checkpoint import DTYPE_CODES, Checkpoint
 from mosaic_c.cli import main
@@ -116,7 +116,7 @@ def test_a_table_of_formats_is_the_engines():
         works = set()
         for kind, block in itertools.product(DTYPE_CODES, blocks):
             try:
-                engine.gemm("scalar", dtype, bytes(512), 1, 128, x, kind, scale, block)
+                engine_pure.gemm("scalar", dtype, bytes(512), 1, 128, x, kind, scale, block)
                 works.add((kind, block))
             except MosaicError:
                 pass
@@ -135,11 +135,11 @@ def test_names_of_formats():
 
 
 def test_crc32c_of_the_engine():
-    assert engine.crc32c(b"123456789") == crc32c(b"123456789") == 0xE3069283
+    assert engine_pure.crc32c(b"123456789") == crc32c(b"123456789") == 0xE3069283
     data = np.arange(5000, dtype=np.uint16)
     assert (
-        engine.crc32c(data[100:].copy(), engine.crc32c(data[:100].copy()))
-        == engine.crc32c(data)
+        engine_pure.crc32c(data[100:].copy(), engine_pure.crc32c(data[:100].copy()))
+        == engine_pure.crc32c(data)
         == crc32c(data.tobytes())
     )
 
@@ -286,6 +286,22 @@ def test_records_that_changed_places(packs, tmp_path, capsys):
         crc = m["layers"][0]["crc32c"]
         m["layers"][0]["crc32c"] = crc[8:16] + crc[:8] + crc[16:]
         (folder / "mosaic.json").write_text(json.dumps(m))
+
+
+def test_the_largest_file_of_weights(packs, tmp_path):
+    assert pack.largest_file(packs["int4-row"]) == packs["int4-row"] / "experts-00001.bin"
+    assert pack.largest_file(packs["release"]) == packs["release"] / "model.safetensors"
+    assert pack.largest_file(tmp_path) is None
+    outside = tmp_path / "outside.bin"
+    outside.write_bytes(bytes(1 << 20))
+    for change in (put("files.0.name", "../outside.bin"), put("files", 7), put("files.0", [])):
+        (tmp_path / "m").mkdir()
+        folder = copied(packs["int4-row"], tmp_path / "m")
+        m = manifest(folder)
+        change(m)
+        (folder / "mosaic.json").write_text(json.dumps(m))
+        assert pack.largest_file(folder) == folder / "model.safetensors"
+        shutil.rmtree(tmp_path / "m")
 
 
 # ---- manifests -----------------------------------------------------------------------------------
@@ -525,7 +541,7 @@ def test_weights_of_all_formats_have_one_size(packs, name):
         t, x = e[3][k], np.eye(96, dtype=np.float32)
         names = {v: k for k, v in DTYPE_CODES.items()}
         at, to = int(t["offset"]), int(t["scale_offset"])
-        w = engine.gemm(
+        w = engine_pure.gemm(
             "scalar", names[int(t["dtype"])], raw[at : at + 8192], 48, 96, x, names[int(t["scale_dtype"])],
             raw[to : to + 8192] + bytes(8192), (int(t["block_rows"]), int(t["block_cols"])),
         )  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import VECTORS
 
-from mosaic_c import cli
+from mosaic_c import cli, synth
 from mosaic_c.predict import OVERLAP, token_seconds
 
 CONFIGS = VECTORS / "configs"
@@ -68,7 +68,9 @@ def test_command_predicts(command, flash):
     assert high["tokens_per_s"] == pytest.approx(1e10 / touched)
     alone = (1 - OVERLAP) * touched / 1e10
     assert low["tokens_per_s"] == pytest.approx(1 / (alone + 0.75 * shipped["token_bytes"] / 3e9))
-    assert "a ceiling" in command(flash, "--disk", "3G")[1]
+    out = command(flash, "--disk", "3G")[1]
+    assert "a ceiling" in out and "at 3 GB/s from disk" in out
+    assert json.loads(command(flash, "--disk", "3G", "--json")[1])["disk"] == 3_000_000_000
     assert "a ceiling" not in command(flash, "--disk", "3G", "--memory", "9G")[1]
     assert status == 0
 
@@ -104,6 +106,28 @@ def test_command_on_a_checkpoint_adds_the_memory_plan(command):
     assert "one expert" not in only and "expert cache" in only
     config_alone = json.loads(command(folder / "config.json", "--json")[1])
     assert config_alone["memory_plan"] is None
+
+
+def test_a_pack_is_shown_as_its_manifest_has_it(command, tmp_path):
+    folder = tmp_path / "m"
+    synth.write(folder, "tiny", progress=False, records="int4-row")
+    got = json.loads(command(folder, "--ram", "1G", "--disk", "1G", "--json")[1])
+    manifest = json.loads((folder / "mosaic.json").read_text())
+    size, total = manifest["layers"][0]["record_bytes"], manifest["files"][0]["bytes"]
+    c = got["columns"]["as_shipped"]
+    assert (c["expert"], c["expert_bytes"], c["all_experts_bytes"]) == ("int4-row", size, total)
+    assert c["token_bytes"] == got["token_experts"] * size
+    assert c["disk_bytes"] >= total + c["resident_bytes"]
+    assert abs(c["disk_bytes"] - sum(f.stat().st_size for f in folder.iterdir())) < 50_000
+    assert got["columns"]["fp8"]["expert"] == "FP8 128x128"
+    # no weights are needed, nor the folder's name
+    (folder / "experts-00001.bin").unlink()
+    alone = json.loads(command(folder / "config.json", "--disk", "1G", "--json")[1])
+    assert alone["columns"]["as_shipped"].items() <= c.items() and alone["memory_plan"] is None
+    manifest["layers"][0]["record_bytes"] += 4096
+    (folder / "mosaic.json").write_text(json.dumps(manifest))
+    status, out, err = command(folder / "config.json")
+    assert (status, out) == (1, "") and "record_bytes" in err
 
 
 def test_command_says_why_there_is_no_memory_plan(command, flash):

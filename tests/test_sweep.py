@@ -12,7 +12,7 @@ import pytest
 from memory import cached_bytes
 
 import mosaic_c
-from mosaic_c import budget, engine, plot, sweep, synth, synth_shapes
+from mosaic_c import budget, engine_pure, plot, sweep, synth, synth_shapes
 from mosaic_c.cli import main
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.routing import Routing
@@ -51,7 +51,7 @@ def test_known_hit_counts(narrow, slots):
 def test_a_part_of_the_trace_and_another_policy(narrow):
     lines = read_trace(ZIPF)
     keep = lines.token < 33
-    want = engine.policy_replay(
+    want = engine_pure.policy_replay(
         "lru", 8, 256, 16, lines.layer[keep], lines.token[keep],
         np.arange(keep.sum() + 1, dtype=np.int64) * 6, lines.ids[: keep.sum() * 6],
     )  # fmt: skip
@@ -257,7 +257,10 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch, capsys, narrow, tmp_
 def test_errors_of_a_run_are_one_line(capsys, narrow):
     model = ["-m", str(narrow), "--slots", "2"]
     fails(capsys, [*model, "--ram", "20M"], "20 MiB", "too small")
-    fails(capsys, [*model, "--io", "tape"], "io", "tape", "pread")
+    for option in ("--io", "--policy"):  # before a child runs
+        with pytest.raises(SystemExit) as end:
+            main(["bench", "sweep", *model, option, "tape"])
+        assert end.value.code == 2 and "tape" in capsys.readouterr().err
     with pytest.raises(MosaicError, match="2 slots failed: TypeError"):
         sweep.fresh_point(model=str(narrow), slots=2, tokens=1, nonsense=1)
 

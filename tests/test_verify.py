@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import VECTORS, open_small
 
-from mosaic_c import cli, engine, synth, verify
+from mosaic_c import cli, engine, modes, synth, verify
 from mosaic_c.errors import MosaicError
 from mosaic_c.model import Model
 from mosaic_c.verify import Run, Setting
@@ -69,9 +69,8 @@ def run(folder=FOLDER, **options):
 
 def test_every_setting_is_run_and_equal():
     report, rows = run(prompt=",".join(map(str, range(20))))
-    modes = [m for m in engine.IO_MODES if m != "auto"]
-    policies = [p for p in engine.POLICIES if p != "belady"]
-    want = {"baseline", "prompt token by token", "all at once"} | {f"io {m}" for m in modes}
+    ways, policies = set(modes.IO_MODES) - {"auto"}, modes.MODEL_POLICIES
+    want = {"baseline", "prompt token by token", "all at once"} | {f"io {m}" for m in ways}
     want |= {f"isa {i}" for i in engine.isas()[1:]} | {
         f"policy {p}, fewest slots" for p in policies
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mosaic_c import engine, engine_bench
+from mosaic_c import engine, engine_bench, engine_pure
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.jsonfile import show
 from mosaic_c.limits import default_threads, format_size, parse_size, read_limits, smallest_limit
@@ -99,8 +99,8 @@ def int4_error(w: np.ndarray, isa: str | None = None) -> dict[str, float]:
     product with the identity; `product` is the largest difference of the two, of absmax."""
     codes, scale = _quantise(w)
     packed = (codes[:, 0::2] | codes[:, 1::2] << 4).tobytes()
-    values = engine.decode("INT4", packed, w.size).reshape(w.shape) * scale[:, None]
-    product = engine.gemm(
+    values = engine_pure.decode("INT4", packed, w.size).reshape(w.shape) * scale[:, None]
+    product = engine_pure.gemm(
         isa or engine.isas()[0], "INT4", packed, *w.shape, np.eye(w.shape[1], dtype=np.float32),
         "F32", scale.tobytes(), (1, 0),
     ).T  # fmt: skip

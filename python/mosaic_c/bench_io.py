@@ -6,8 +6,9 @@ import os
 import shutil
 import stat
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from mosaic_c import engine, engine_bench
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.jsonfile import show
 from mosaic_c.limits import format_size, read_limits, smallest_limit
+from mosaic_c.pack import largest_file
 
 BLOCK = 4096
 MAX_LANES, MAX_DEPTH = 64, 1024
@@ -82,15 +84,15 @@ def disk(
     size: int,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Iterator[Disk]:
-    """The file to read: path itself, the largest *.safetensors of a folder, or a temporary one in it."""
+    """The file to read: path itself, the largest file of weights in a folder, or a temporary one in it."""
     path = Path(path)
     if path.is_dir():
-        shards = [p for p in path.glob("*.safetensors") if p.is_file()]
-        if not shards:
+        largest = largest_file(path)
+        if largest is None:
             with _temporary(path, file_size, size, progress) as found:
                 yield found
             return
-        path = max(shards, key=lambda p: p.stat().st_size)
+        path = largest
     try:
         st = os.stat(path)
     except OSError as error:
@@ -130,26 +132,13 @@ def _temporary(
             "another folder or a smaller --file-size",
             "ENOSPC",
         )
-    try:
-        fd = _nameless(folder)
+    with ExitStack() as stack:
         try:
+            fd = stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0)).fileno()
             _fill(fd, bytes_, progress)
-        except BaseException:
-            os.close(fd)
-            raise
-    except OSError as error:
-        raise MosaicError(f"{name}: {error.strerror}", "EIO") from None
-    try:
+        except OSError as error:
+            raise MosaicError(f"{name}: {error.strerror}", "EIO") from None
         yield Disk(f"/proc/self/fd/{fd}", name, bytes_, True)
-    finally:
-        os.close(fd)
-
-
-def _nameless(folder: Path) -> int:
-    path = folder / f".mosaic_c-bench-{os.getpid()}"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    os.unlink(path)
-    return fd
 
 
 def _fill(fd: int, bytes_: int, progress: Callable[[int, int], None]) -> None:

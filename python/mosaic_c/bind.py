@@ -15,15 +15,15 @@ from pathlib import Path
 import numpy as np
 
 from mosaic_c.checkpoint import DTYPE_CODES, TENSOR_DTYPE, Checkpoint, TensorTable
+from mosaic_c.dtypes import BITS
 from mosaic_c.errors import MosaicError
-from mosaic_c.header import BITS, DTYPES
+from mosaic_c.header import DTYPES
 from mosaic_c.jsonfile import few, show, shown_path
 from mosaic_c.pack import MANIFEST, PackLayer
 from mosaic_c.plan import Experts, ModelPlan, Weight
 
 F8 = DTYPE_CODES["F8_E4M3"]
-# Bytes of an element, of the types that official checkpoints of our families have.
-SIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E8M0": 1}
+# The types that official checkpoints of our families have.
 WEIGHT_DTYPES = ("F32", "BF16", "F16", "F8_E4M3")
 CODE_NAMES = tuple(DTYPE_CODES)
 SCALE = "_scale_inv"  # added to the name of a quantised tensor: x.weight -> x.weight_scale_inv
@@ -31,8 +31,7 @@ SCALE_DTYPES = ("F32", "BF16", "F8_E8M0")
 BLOCK = 128  # edge of the blocks of FP8 that share a scale
 ENOUGH = 100_000  # missing tensors after which nobody counts further
 
-_CODE_BITS = np.array([BITS.get(x, 4) for x in CODE_NAMES], np.int64)  # INT4 has no name there
-_CODE_SIZE = np.array([SIZES.get(x, 0) for x in CODE_NAMES], np.int64)
+_CODE_BITS = np.array([BITS[x] for x in CODE_NAMES], np.int64)
 # Index into header.DTYPES -> mc_tensor.dtype, -1 where the engine has no such type.
 _CODE_OF = np.array([DTYPE_CODES.get(x, -1) for x in DTYPES], np.int32)
 _WEIGHT_OK = np.array([x in WEIGHT_DTYPES for x in DTYPES])
@@ -56,14 +55,14 @@ class Span:
 
     @property
     def nbytes(self) -> int:
-        return self.rows * self.cols * SIZES[self.dtype]
+        return self.rows * -(-self.cols * BITS[self.dtype] // 8)
 
     @property
     def scale_nbytes(self) -> int:
         if self.scale_dtype is None:
             return 0
         rows, cols = self.block[0], self.block[1] or self.cols  # 0: the whole row
-        return -(-self.rows // rows) * -(-self.cols // cols) * SIZES[self.scale_dtype]
+        return -(-self.rows // rows) * -(-self.cols // cols) * BITS[self.scale_dtype] // 8
 
 
 @dataclass(frozen=True)
@@ -242,10 +241,10 @@ class _Binder:
             w, col = whole[source], out[:, part]
             col[:] = w
             col["rows"], col["cols"] = (e.hidden, e.width) if part == 2 else (e.width, e.hidden)
-            col["offset"] += (index * step + first) * half * int(_CODE_SIZE[w["dtype"]])
+            col["offset"] += (index * step + first) * half * int(_CODE_BITS[w["dtype"]]) // 8
             if w["scale_file"] >= 0:
-                size = int(_CODE_SIZE[w["scale_dtype"]])
-                col["scale_offset"] += (index * step + first) * blocks * size
+                bits = int(_CODE_BITS[w["scale_dtype"]])
+                col["scale_offset"] += (index * step + first) * blocks * bits // 8
 
     # ---- one check for all -------------------------------------------------------------------
 

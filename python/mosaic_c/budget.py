@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mosaic_c import blocks, engine
+from mosaic_c import blocks, engine, engine_pure
 from mosaic_c.bind import CODE_NAMES, Located
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.limits import format_size
+from mosaic_c.modes import PER_LAYER
 from mosaic_c.plan import Attention, ModelPlan
 
 MB = 1 << 20
@@ -103,12 +104,12 @@ def scratch_bytes(plan: ModelPlan, ctx: int, chunk: int, threads: int) -> int:
     for layer in plan.layers:
         if isinstance(layer.mixer, Attention):
             desc = blocks.attention(layer.mixer, 0, plan.hidden, ctx, chunk, blocks.nowhere)
-            need = max(need, engine.scratch_bytes("attn", desc, threads))
+            need = max(need, engine_pure.scratch_bytes("attn", desc, threads))
         else:
             desc = blocks.delta(layer.mixer, 0, plan.hidden, chunk, blocks.nowhere)
-            need = max(need, engine.scratch_bytes("delta", desc, threads))
+            need = max(need, engine_pure.scratch_bytes("delta", desc, threads))
         desc = blocks.moe(layer.moe, 0, plan.hidden, chunk, blocks.nowhere)
-        need = max(need, engine.scratch_bytes("moe", desc, threads))
+        need = max(need, engine_pure.scratch_bytes("moe", desc, threads))
     return need
 
 
@@ -119,7 +120,7 @@ def _thread_bytes(located: Located) -> int:
         # one number each: numpy forgets an interrupt that comes while it compares rows
         pairs = np.unique(e["cols"].astype(np.int64) << 8 | e["dtype"])
         spans |= {(CODE_NAMES[pair & 255], pair >> 8) for pair in pairs.tolist()}
-    return max((engine.thread_bytes(dtype, cols) for dtype, cols in spans), default=0)
+    return max((engine_pure.thread_bytes(dtype, cols) for dtype, cols in spans), default=0)
 
 
 def plan_memory(
@@ -149,10 +150,10 @@ def plan_memory(
     moe = plan.moe_layers
     top_k = max((m.top_k for m in moe), default=0)
     experts = sum(m.experts.count for m in moe if m.experts)
-    slab = max((engine.expert_slab(a)[0] for a in located.experts), default=0)
-    scales = sum(engine.expert_slab(a)[1] for a in located.experts)
+    slab = max((engine_pure.expert_slab(a)[0] for a in located.experts), default=0)
+    scales = sum(engine_pure.expert_slab(a)[1] for a in located.experts)
     acts = _thread_bytes(located)
-    per_layer = policy == "layer-lru"
+    per_layer = policy in PER_LAYER
     unit = slab * (len(moe) if per_layer else 1)  # what one slot costs
     most = max((m.experts.count for m in moe if m.experts), default=0) if per_layer else experts
     if slots is not None and slots > most:
@@ -171,7 +172,7 @@ def plan_memory(
     later += PROCESS_GROWTH + plan.vocab * 64
 
     def items_for(ctx: int, chunk: int) -> list[Item]:
-        pool, state = engine.kv_bytes(blocks.state(plan, ctx, engine.DTYPES[kv.upper()]))
+        pool, state = engine_pure.kv_bytes(blocks.state(plan, ctx, engine.DTYPES[kv.upper()]))
         return [
             Item("Python and libraries", python, "measured"),
             Item("Python, later", later + ctx * CTX_BYTES, "tokenizer, imports, sampling, prompt"),
@@ -291,7 +292,7 @@ def _default_ctx(located: Located, kv: str, available: int) -> int:
     plan, free = located.plan, available - dense_bytes(located)
     ctx = min(plan.max_positions, MAX_DEFAULT_CTX)
     while ctx > MIN_DEFAULT_CTX:
-        pool, _ = engine.kv_bytes(blocks.state(plan, ctx, engine.DTYPES[kv.upper()]))
+        pool, _ = engine_pure.kv_bytes(blocks.state(plan, ctx, engine.DTYPES[kv.upper()]))
         if pool * 4 <= free:
             break
         ctx = max(ctx // 2, MIN_DEFAULT_CTX)

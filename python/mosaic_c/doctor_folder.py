@@ -13,6 +13,7 @@ from mosaic_c.errors import MosaicError
 from mosaic_c.findings import Finding, Roots, budget_of
 from mosaic_c.jsonfile import reason, shown_path
 from mosaic_c.limits import default_threads, format_size
+from mosaic_c.pack import largest_file
 
 SLOW = 200e6  # bytes/s; a solid-state disk reads several times that
 
@@ -85,17 +86,16 @@ def _device(device: disk.Device | None) -> Finding:
 def _speed(
     folder: Path, in_memory: bool, device: disk.Device | None, roots: Roots
 ) -> Iterator[Finding]:
-    shards = [f for f in folder.glob("*.safetensors") if f.is_file()]
-    largest = max(shards, key=lambda f: f.stat().st_size, default=None)
     try:
-        speed = disk.measure(folder, largest, in_memory, roots.seconds)
-    except OSError as error:
+        speed = disk.measure(folder, largest_file(folder), in_memory, roots.seconds)
+    except (OSError, MosaicError) as error:
         advice = (
             ""
             if os.access(folder, os.W_OK)
             else "name a folder that you may write to, or with a model"
         )
-        yield Finding("read speed", "note", f"not measured: {reason(error)}", advice)
+        why = reason(error) if isinstance(error, OSError) else str(error)
+        yield Finding("read speed", "note", f"not measured: {why}", advice)
         return
     data = asdict(speed)
     if speed.reason:
@@ -109,11 +109,14 @@ def _speed(
         )
     text = (
         f"{speed.bytes_s / 1e6:.0f} MB/s: {speed.reads} random reads of 1 MiB of {speed.file} in "
-        f"{speed.seconds:.2f} s, {disk.IN_FLIGHT} at a time, median {speed.median_s * 1e3:.2f} ms; "
+        f"{speed.seconds:.2f} s, {disk.IN_FLIGHT} at a time, "
     )
+    text += "by the engine's reader; " if speed.engine else "without the engine, which is faster; "
     text += "direct" if speed.direct else "buffered, its page cache dropped before"
     if device is not None and device.how == "virtual":
         text += "; a host's cache may be in it"
+    elif speed.reads * disk.BLOCK > speed.file_bytes:
+        text += "; more than the file has: the disk's own cache may be in it"
     if speed.bytes_s < SLOW:
         yield Finding(
             "read speed", "warning", text, "expect seconds for a token; use a faster disk", data

@@ -1,8 +1,8 @@
 """Handles of the C engine: one class for each C object, one method for each call, errors as exceptions.
 
-This module and nothing else talks to mosaic_c._engine. Objects own their C handle (freed when dropped or
-closed, in any order); arrays are the caller's numpy memory, checked here for type and layout before C
-sees them.
+This module, engine_pure.py and engine_bench.py talk to mosaic_c._engine, nothing else does. Objects own their
+C handle (freed when dropped or closed, in any order); arrays are the caller's numpy memory, checked here
+for type and layout before C sees them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mosaic_c import modes
 from mosaic_c._engine import ffi, lib
 from mosaic_c.errors import MosaicError
 
@@ -20,20 +21,9 @@ DTYPES = {
     "F32": lib.MC_F32, "BF16": lib.MC_BF16, "F16": lib.MC_F16, "F8_E4M3": lib.MC_F8E4M3,
     "F4": lib.MC_F4E2M1, "INT4": lib.MC_INT4, "I8": lib.MC_INT8, "F8_E8M0": lib.MC_F8E8M0,
 }  # fmt: skip
-BITS = {"F32": 32, "BF16": 16, "F16": 16, "F8_E4M3": 8, "F4": 4, "INT4": 4, "I8": 8, "F8_E8M0": 8}
-IO_MODES = {
-    "auto": lib.MC_IO_AUTO,
-    "pread": lib.MC_IO_PREAD,
-    "direct": lib.MC_IO_DIRECT,
-    "uring": lib.MC_IO_URING,
-    "mmap": lib.MC_IO_MMAP,
-}
+IO_MODES = {name: getattr(lib, f"MC_IO_{name.upper()}") for name in modes.IO_MODES}
 POLICIES = {
-    "auto": lib.MC_POLICY_AUTO,
-    "lfu": lib.MC_POLICY_LFU,
-    "lru": lib.MC_POLICY_LRU,
-    "layer-lru": lib.MC_POLICY_LAYER_LRU,
-    "belady": lib.MC_POLICY_BELADY,
+    name: getattr(lib, f"MC_POLICY_{name.upper().replace('-', '_')}") for name in modes.POLICIES
 }
 PAGE_TOKENS = lib.MC_PAGE_TOKENS
 MEM_KINDS = ("weights", "cache", "state", "scratch", "meta")
@@ -69,7 +59,8 @@ def create(function: Any, kind: str, *args: Any) -> Any:
     return owner
 
 
-def _floats(array: np.ndarray, *shape: int) -> Any:
+def floats(array: np.ndarray, *shape: int) -> Any:
+    """The memory of an array that holds at least `shape`, for C."""
     if array.dtype != np.float32 or not array.flags.c_contiguous or array.size < math.prod(shape):
         raise ValueError(
             f"expected contiguous float32 of at least {shape}, got {array.dtype} {array.shape}"
@@ -77,7 +68,8 @@ def _floats(array: np.ndarray, *shape: int) -> Any:
     return ffi.cast("float *", ffi.from_buffer(array))
 
 
-def _ints(array: np.ndarray, kind: str = "int32_t") -> Any:
+def ints(array: np.ndarray, kind: str = "int32_t") -> Any:
+    """The memory of an array of just this type, for C."""
     if f"{array.dtype}_t" != kind or not array.flags.c_contiguous:
         raise ValueError(f"expected contiguous {kind}, got {array.dtype}")
     return ffi.cast(f"{kind} *", ffi.from_buffer(array))
@@ -215,11 +207,11 @@ class Linear(Handle):
     def forward(self, x: np.ndarray, y: np.ndarray) -> None:
         """y (n, rows) = x (n, cols) W^T."""
         n = x.shape[0]
-        call(lib.mc_linear_forward, self, _floats(x, n, self.cols), n, _floats(y, n, self.rows))
+        call(lib.mc_linear_forward, self, floats(x, n, self.cols), n, floats(y, n, self.rows))
 
     def pick(self, ids: np.ndarray, y: np.ndarray) -> None:
         """y (n, cols) = the rows ids (int32) of the matrix."""
-        call(lib.mc_linear_rows, self, _ints(ids), len(ids), _floats(y, len(ids), self.cols))
+        call(lib.mc_linear_rows, self, ints(ids), len(ids), floats(y, len(ids), self.cols))
 
 
 class Head(Handle):
@@ -236,10 +228,10 @@ class Head(Handle):
         call(
             lib.mc_head_forward,
             self,
-            _floats(x, 1, self.cols),
-            _ints(pick),
+            floats(x, 1, self.cols),
+            ints(pick),
             n,
-            _floats(y, n, self.rows),
+            floats(y, n, self.rows),
         )
 
 
@@ -324,7 +316,7 @@ class Mixer(Handle):
 
     def forward(self, step: Step, x: np.ndarray) -> None:
         """x (n_tok, hidden) += mixer(norm(x))."""
-        call(self._forward, self, step, _floats(x))
+        call(self._forward, self, step, floats(x))
 
 
 class Store(Handle):
@@ -370,124 +362,6 @@ class Moe(Handle):
     ) -> None:
         """x (n_tok, hidden) += moe(norm(x)); routed (n_tok, top_k) int32 receives the expert ids; forced: the
         ids to use in place of the router's choice, of the same shape."""
-        out = ffi.NULL if routed is None else _ints(routed)
-        given = ffi.NULL if forced is None else _ints(forced)
-        call(lib.mc_moe_forward, self, step, _floats(x), given, out)
-
-
-# ---- pure functions ----
-
-
-def scratch_bytes(kind: str, desc: dict[str, Any], threads: int) -> int:
-    """Scratch that a block of this description needs."""
-    c = ffi.new(f"mc_{kind}_desc *", desc)
-    if kind == "attn":
-        n = lib.mc_attn_scratch(c, threads)
-    else:
-        n = getattr(lib, f"mc_{kind}_scratch")(c)
-    if n < 0:
-        raise MosaicError(f"{kind}: the engine cannot run a block of this shape", "EINVAL")
-    return n
-
-
-def kv_bytes(desc: dict[str, Any]) -> tuple[int, int]:
-    """(page pool, one session's state) in bytes."""
-    c = ffi.new("mc_kv_desc *", desc)
-    pool, state = lib.mc_kv_pool_bytes(c), lib.mc_kv_session_bytes(c)
-    if pool < 0 or state < 0:
-        raise MosaicError(f"state of a sequence: impossible shape {desc}", "EINVAL")
-    return pool, state
-
-
-def expert_slab(experts: np.ndarray) -> tuple[int, int]:
-    """(one slab, resident scales of all) in bytes, for an (n, 3) array laid out as mc_tensor."""
-    scale = ffi.new("int64_t *")
-    n = lib.mc_expert_slab(
-        ffi.cast("mc_expert *", ffi.from_buffer(experts)), experts.shape[0], scale
-    )
-    if n < 0:
-        raise MosaicError("experts: impossible shapes or offsets", "EFORMAT")
-    return n, scale[0]
-
-
-def thread_bytes(dtype: str, cols: int) -> int:
-    """Memory that each compute thread takes for weights of this dtype with rows of `cols`."""
-    return lib.mc_thread_bytes(DTYPES[dtype], cols)
-
-
-def crc32c(data: Any, crc: int = 0) -> int:
-    """CRC-32C of bytes (anything with a contiguous buffer) that follow those whose CRC is given."""
-    raw = ffi.from_buffer(data)
-    return lib.mc_crc32c(crc, raw, len(raw))
-
-
-def policy_replay(
-    policy: str,
-    n_layer: int,
-    n_expert: int,
-    slots: int,
-    layer: np.ndarray,
-    token: np.ndarray,
-    start: np.ndarray,
-    ids: np.ndarray,
-    line_misses: np.ndarray | None = None,
-) -> tuple[int, int]:
-    """(hits, misses) of a trace; see mc_policy_replay. layer, ids int32; token, start int64.
-
-    line_misses: (n_line,) int32, filled with the misses of each line.
-    """
-    if line_misses is not None and len(line_misses) != len(layer):
-        raise ValueError(f"{len(layer)} lines, room for the misses of {len(line_misses)}")
-    out = ffi.new("int64_t[2]")
-    call(
-        lib.mc_policy_replay, POLICIES[policy], n_layer, n_expert, slots, len(layer), _ints(layer),
-        _ints(token, "int64_t"), _ints(start, "int64_t"), _ints(ids), out, out + 1,
-        ffi.NULL if line_misses is None else _ints(line_misses),
-    )  # fmt: skip
-    return out[0], out[1]
-
-
-def rope_table(theta: float, dim: int, pos: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """inv_freq, cos, sin (dim / 2) float32 at a position."""
-    out = np.empty((3, dim // 2), np.float32)
-    f, c, s = (_floats(row) for row in out)
-    if lib.mc_rope_table(theta, dim, pos, f, c, s) < 0:
-        raise MosaicError(f"rope: theta {theta}, dim {dim}, position {pos} make no sense", "EINVAL")
-    return out[0], out[1], out[2]
-
-
-def decode(dtype: str, raw: bytes, n: int) -> np.ndarray:
-    """n values of a dtype, unscaled, as float32, exactly."""
-    if len(raw) < -(-n * BITS[dtype] // 8):
-        raise ValueError(f"{n} values of {dtype}: too few bytes, {len(raw)}")
-    out = np.empty(n, np.float32)
-    call(lib.mc_decode, DTYPES[dtype], raw, n, _floats(out))
-    return out
-
-
-def gemm(
-    isa: str,
-    dtype: str,
-    w: bytes,
-    rows: int,
-    cols: int,
-    x: np.ndarray,
-    scale_dtype: str = "F32",
-    scale: bytes | None = None,
-    block: tuple[int, int] = (128, 128),
-) -> np.ndarray:
-    """y (n, rows) = x (n, cols) W^T by the named kernel set. block: elements that share a scale."""
-    y = np.empty((x.shape[0], rows), np.float32)
-    need, scales = rows * -(-cols * BITS[dtype] // 8), 0
-    if scale is not None:
-        scales = -(-rows // block[0]) * -(-cols // (block[1] or cols)) * BITS[scale_dtype] // 8
-    if len(w) < need or len(scale or b"") < scales or x.shape[1] < cols:
-        raise ValueError(f"gemm ({rows}, {cols}) of {dtype}: too little data")
-    t = {"dtype": DTYPES[dtype], "rows": rows, "cols": cols, "scale_dtype": DTYPES[scale_dtype]}
-    if scale is not None:
-        t["block_rows"], t["block_cols"] = block
-    call(
-        lib.mc_gemm, isa.encode(), ffi.new("mc_tensor *", t), w,
-        ffi.NULL if scale is None else ffi.from_buffer(scale), _floats(x), x.shape[0], _floats(y),
-    )  # fmt: skip
-    return y
+        out = ffi.NULL if routed is None else ints(routed)
+        given = ffi.NULL if forced is None else ints(forced)
+        call(lib.mc_moe_forward, self, step, floats(x), given, out)

@@ -1,4 +1,4 @@
-"""What a model weighs and what a token moves, from its config.json alone.
+"""What a model weighs and what a token moves, from its config.json and, of a pack, its manifest alone.
 
 Every figure is a sum over the tensors that architectures/ lists, in three columns of storage: as
 shipped, FP8 and 4 bit. Sizes count tensors of the text model: no file headers, no vision tower.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mosaic_c.architectures import describe
@@ -27,6 +27,7 @@ from mosaic_c.architectures.tensors import (
     fp8_blocks,
 )
 from mosaic_c.families.config import Config, shown
+from mosaic_c.pack import Pack
 
 KV_BYTES = {"bf16": 2, "f32": 4}
 
@@ -82,8 +83,14 @@ class Footprint:
         return column.resident_bytes + state + column.token_bytes
 
 
-def measure(config: Mapping[str, Any], where: str = "config.json", kv: str = "bf16") -> Footprint:
-    """The footprint of the model that a config.json describes; where: its path, for messages.
+def measure(
+    config: Mapping[str, Any],
+    where: str = "config.json",
+    kv: str = "bf16",
+    pack: Pack | None = None,
+) -> Footprint:
+    """The footprint of the model that a config.json describes; where: its path, for messages; pack: how its
+    experts are shipped, of which the config says nothing.
 
     Raises MosaicError (EFORMAT, EUNSUPPORTED) naming the key that is missing or wrong.
     """
@@ -96,6 +103,8 @@ def measure(config: Mapping[str, Any], where: str = "config.json", kv: str = "bf
         notes.append(f"{shipped} is not understood: nothing is said about it as shipped")
     else:
         columns.append(column("as shipped", a, *shipped))
+        if pack is not None:
+            columns[0] = packed(columns[0], a, pack)
         if shipped[0].bits == 8:
             fp8 = shipped
     if a.fp8 is None and fp8[0] is FP8_BARE:
@@ -146,6 +155,18 @@ def column(name: str, a: Architecture, expert: Form, resident: Form) -> Column:
         active_bytes=None if a.partial else size(t for t in others if t.group != ROWS),
         disk_bytes=None if rest is None else total + rest + size(a.spare),
     )
+
+
+def packed(c: Column, a: Architecture, pack: Pack) -> Column:
+    """The column with the experts of a pack, whose padded records are what is read. Layers may differ: one expert
+    is the largest, what a slot of the cache has to hold."""
+    sizes = [x.record_bytes for x in pack.layers]
+    total = sum(x.nbytes for x in pack.layers)
+    disk = None if c.disk_bytes is None else c.disk_bytes - c.all_experts_bytes + total
+    return replace(
+        c, expert=pack.format, expert_bytes=max(sizes, default=0), token_bytes=a.top_k * sum(sizes),
+        all_experts_bytes=total, disk_bytes=disk,
+    )  # fmt: skip
 
 
 def bytes_of(t: Tensor, expert: Form, resident: Form) -> int:

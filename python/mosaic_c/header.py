@@ -17,19 +17,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from mosaic_c.dtypes import BITS, SAFETENSORS
 from mosaic_c.errors import MosaicError
 from mosaic_c.jsonfile import Pairs, open_regular, parse, read_exact, show, shown_path, unique
 
 MAX_HEADER = 100_000_000  # bytes, as the safetensors library has it
 MAX_BYTES = 2**63 - 1
 
-# Bits of one element. What the engine can compute with is decided where weights are bound.
-BITS = {
-    "F32": 32, "BF16": 16, "F16": 16, "F8_E4M3": 8, "F64": 64, "F8_E5M2": 8, "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4, "C64": 64, "BOOL": 8,
-    "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8,
-}  # fmt: skip
-DTYPES = tuple(BITS)
+DTYPES = tuple(SAFETENSORS)
 _DTYPE_CODE = {name: i for i, name in enumerate(DTYPES)}
 _ENTRY = frozenset(("dtype", "shape", "data_offsets"))
 

@@ -20,6 +20,7 @@ from mosaic_c.errors import MosaicError, UsageError
 # "No limit" in version 1 is LONG_MAX rounded down to a page, which depends on the page size.
 _UNLIMITED = 1 << 60
 _MIB = 1 << 20
+MAX_THREADS = 256  # compute threads of an engine
 # What is left to the kernel, to other processes and to measuring errors when no budget is given.
 _KEEP = 4  # one part in _KEEP
 
@@ -158,6 +159,11 @@ def default_budget(limits: Limits) -> tuple[int, str]:
 
 
 def default_threads(limits: Limits) -> int:
+    """As many as usable_cores says, but no more than the engine takes."""
+    return min(usable_cores(limits), MAX_THREADS)
+
+
+def usable_cores(limits: Limits) -> int:
     """min(CPUs in the affinity mask, CPU quota rounded up), at least 1.
 
     Up, not down: with a quota of 1.5 cores two threads get all of it, one thread only two thirds.
@@ -180,14 +186,33 @@ def parse_size(text: str, name: str = "size") -> int:
     K, M, G, T, P, E and KiB, MiB, ... count in 1024, as in systemd and llama.cpp; KB, MB, GB, ... in
     1000. Case does not matter. UsageError for anything else and from 2^63 on; name: the option, for its message.
     """
+    return _parse(
+        text, name, 1024,
+        "is no size: expected a number of bytes, or one with K, M, G, T (1024-based, also KiB, ...) or KB, MB, GB, "
+        "TB (1000-based), such as 6G or 1.5GiB",
+    )  # fmt: skip
+
+
+def parse_rate(text: str, name: str = "rate") -> int:
+    """Bytes a second of "3G" or "3GB" (both 3e9, as disks and memory are sold and measured) or "3GiB"; else as
+    parse_size. At least 1."""
+    rate = _parse(
+        text, name, 1000,
+        "is no rate: expected bytes a second, or a number with K, M, G, T (1000-based, also KB, ...) or KiB, MiB, "
+        "GiB, TiB (1024-based), such as 3G",
+    )  # fmt: skip
+    if rate < 1:
+        raise UsageError(f"{name} {text}: expected more than 0 bytes a second, such as 3G")
+    return rate
+
+
+def _parse(text: str, name: str, bare: int, refusal: str) -> int:
+    """bare: the base of a letter alone."""
     match = _SIZE.fullmatch(text)
     shown = text if len(text) <= 80 else text[:80] + "..."
     if match is None or (match[3] and not (match[2] and match[4])):
-        raise UsageError(
-            f"{name}: {shown!r} is no size: expected a number of bytes, or one with K, M, G, T "
-            "(1024-based, also KiB, ...) or KB, MB, GB, TB (1000-based), such as 6G or 1.5GiB"
-        )
-    base = 1000 if match[4] and not match[3] else 1024
+        raise UsageError(f"{name}: {shown!r} {refusal}")
+    base = (1024 if match[3] else 1000) if match[4] else bare
     factor = base ** (" KMGTPE".index(match[2].upper()) if match[2] else 0)
     whole, _, fraction = match[1].partition(".")
     # Integers all the way: a float would lose bytes from 2^53 on.
@@ -209,6 +234,11 @@ def format_size(size: int) -> str:
         unit += 1
     text = f"{value:.2f}".rstrip("0").rstrip(".") if unit else f"{value:.0f}"
     return f"{'-' if size < 0 else ''}{text} {units[unit]}"
+
+
+def format_rate(rate: float) -> str:
+    """ "3 GB/s", "0.4295 GB/s": decimal, as `bench io` prints them."""
+    return f"{rate / 1e9:.4g} GB/s"
 
 
 # ---- reading the trees --------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mosaic_c import blocks, engine
+from mosaic_c import blocks, engine, engine_pure
 from mosaic_c.bind import Located
 from mosaic_c.budget import MemoryPlan
 from mosaic_c.checkpoint import Checkpoint
@@ -308,7 +308,7 @@ class Model:
                     raise
                 before = error
             desc = blocks.state(self.plan, self.ctx, engine.DTYPES[self.memory.kv.upper()])
-            state = engine.kv_bytes(desc)[1]
+            state = engine_pure.kv_bytes(desc)[1]
             slots = self.slots - -(-(state + SESSION_SLACK - self._free()) // self.memory.unit)
             if slots < self.memory.hard or slots >= self.slots:
                 raise MosaicError(

@@ -7,18 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mosaic_c import engine
+from mosaic_c import engine, engine_pure, modes
 from mosaic_c.bind import Located
 from mosaic_c.budget import MB, MemoryPlan, plan_memory, require_fit
 from mosaic_c.checkpoint import Checkpoint
 from mosaic_c.errors import UsageError
 from mosaic_c.limits import (
+    MAX_THREADS,
     default_budget,
     default_threads,
     format_size,
     parse_size,
     read_limits,
     smallest_limit,
+    usable_cores,
 )
 from mosaic_c.model import TOKENIZER, Model
 from mosaic_c.session import Progress
@@ -44,7 +46,7 @@ def plan_model(
         raise UsageError(
             f"io: expected a mode that this system has, got uring: {missing}; use auto"
         )
-    _one_of("policy", policy, [p for p in engine.POLICIES if p != "belady"])
+    _one_of("policy", policy, modes.MODEL_POLICIES)
     _one_of("kv", kv, ("f32", "bf16"))
     limits = read_limits()
     if ram is None:
@@ -53,12 +55,18 @@ def plan_model(
         budget, reason = parse_size(ram, "ram"), "--ram"
     else:
         budget, reason = _whole("ram", ram, 2**62), "--ram"
-    threads = default_threads(limits) if threads is None else _whole("threads", threads, 256)
+    notes = []
+    if threads is None:
+        threads, cores = default_threads(limits), usable_cores(limits)
+        if threads < cores:
+            notes.append(f"{threads} compute threads, the most there can be, for {cores} cores")
+    else:
+        threads = _whole("threads", threads, MAX_THREADS)
     ctx = None if ctx is None else _whole("ctx", ctx, 2**31)
     slots = None if slots is None else _whole("slots", slots, 2**31)
     checkpoint = Checkpoint.open(path)
     located = checkpoint.locate()
-    slab = max((engine.expert_slab(a)[0] for a in located.experts), default=0)
+    slab = max((engine_pure.expert_slab(a)[0] for a in located.experts), default=0)
     memory = plan_memory(
         located, budget=budget, reason=reason, threads=threads, lanes=engine.io_most(io, slab), ctx=ctx, kv=kv,
         policy=policy, slots=slots, later=0 if text else _tokenizer_bytes(checkpoint.folder),
@@ -67,8 +75,8 @@ def plan_model(
     limit = smallest_limit(limits)
     if limit is not None and budget > limit[0]:
         note = f"the budget of {format_size(budget)} is more than the {format_size(limit[0])} {limit[1]}: "
-        note += "a cache larger than memory is slower than a small one"
-        memory = replace(memory, warnings=(*memory.warnings, note))
+        notes.append(note + "a cache larger than memory is slower than a small one")
+    memory = replace(memory, warnings=(*memory.warnings, *notes))
     return checkpoint, located, memory
 
 

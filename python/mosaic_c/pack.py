@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from mosaic_c.dtypes import BITS
 from mosaic_c.errors import MosaicError
-from mosaic_c.header import BITS
 from mosaic_c.jsonfile import few, load, open_regular, show, shown_path
 from mosaic_c.plan import Experts, ModelPlan
 
@@ -53,7 +53,7 @@ class Format:
         return f"{name}-g{self.block[1]}" if self.block[1] else f"{name}-row"
 
     def nbytes(self, rows: int, cols: int) -> int:
-        return rows * -(-cols * _BITS[self.dtype] // 8)
+        return rows * -(-cols * BITS[self.dtype] // 8)
 
     def scales(self, rows: int, cols: int) -> int:
         """How many scales."""
@@ -62,10 +62,9 @@ class Format:
         return -(-rows // self.block[0]) * -(-cols // (self.block[1] or cols))
 
     def scale_nbytes(self, rows: int, cols: int) -> int:
-        return self.scales(rows, cols) * _BITS[self.scale] // 8 if self.scale else 0
+        return self.scales(rows, cols) * BITS[self.scale] // 8 if self.scale else 0
 
 
-_BITS = BITS | {"INT4": 4}
 _GROUPS = ((1, 0), (1, 32), (1, 64), (1, 128))
 # What the engine computes with (mosaic_c/dtype.c): dtype -> scale dtypes, blocks.
 ALLOWED: dict[str, tuple[tuple[str, ...], tuple[tuple[int, int], ...]]] = {
@@ -111,6 +110,11 @@ class Pack:
     layers: list[PackLayer]
     source: dict[str, Any]
 
+    @property
+    def format(self) -> str:
+        """The name of the format of all layers and matrices, or the names of all of them."""
+        return ", ".join(sorted({f.name for x in self.layers for f in x.formats}))
+
 
 def shapes_of(e: Experts) -> tuple[tuple[int, int], ...]:
     """(rows, cols) of gate, up, down."""
@@ -129,8 +133,9 @@ def lay_out(
     return tuple(parts), -(-at // RECORD_ALIGN) * RECORD_ALIGN
 
 
-def read(folder: Path, plan: ModelPlan) -> Pack | None:
-    """The pack that a folder is; None: it has no manifest and no record files.
+def read(folder: Path, plan: ModelPlan, files: bool = True) -> Pack | None:
+    """The pack that a folder is; None: it has no manifest and no record files. files False: the record files are
+    not looked at, and need not be there.
 
     Raises MosaicError of one line: ENOENT, EIO for missing or short files, EUNSUPPORTED for another version or
     a feature this reader does not know, EFORMAT for everything that breaks a rule or contradicts config.json.
@@ -143,12 +148,32 @@ def read(folder: Path, plan: ModelPlan) -> Pack | None:
                 code="ENOENT",
             )
         return None
-    return _Reader(folder, shown_path(path), plan).read(load(path, MAX_MANIFEST))
+    return _Reader(folder, shown_path(path), plan, files).read(load(path, MAX_MANIFEST))
+
+
+def largest_file(folder: Path) -> Path | None:
+    """The largest file of weights in a folder: its safetensors files, and the record files that a manifest names.
+    Nothing is checked: a manifest that cannot be read names none."""
+    found = list(folder.glob("*.safetensors"))
+    try:
+        entries = load(folder / MANIFEST, MAX_MANIFEST).get("files")
+    except MosaicError:
+        entries = None
+    for entry in entries if isinstance(entries, list) else ():
+        if isinstance(entry, dict) and _is_record_file(entry.get("name")):
+            found.append(folder / entry["name"])
+    sizes = {path: path.stat().st_size for path in found if path.is_file()}
+    return max(sizes, key=sizes.__getitem__, default=None)
+
+
+def _is_record_file(name: object) -> bool:
+    """The plain name of a .bin file."""
+    return isinstance(name, str) and name.endswith(".bin") and not any(c in name for c in "/\\\0")
 
 
 class _Reader:
-    def __init__(self, folder: Path, where: str, plan: ModelPlan) -> None:
-        self.folder, self.where, self.plan = folder, where, plan
+    def __init__(self, folder: Path, where: str, plan: ModelPlan, look: bool = True) -> None:
+        self.folder, self.where, self.plan, self.look = folder, where, plan, look
 
     def read(self, m: dict[str, Any]) -> Pack:
         self._head(m)
@@ -193,13 +218,14 @@ class _Reader:
             if not isinstance(entry, dict):
                 self._fail(f"{at}: expected an object", entry)
             name = self._want(entry, "name", str, "a string", at)
-            if name in names or not name.endswith(".bin") or any(c in name for c in "/\\\0"):
+            if name in names or not _is_record_file(name):
                 self._fail(
                     f"{at}: expected the plain name of a .bin file in this folder, once", name
                 )
-            claimed = self._whole(entry, "bytes", at)
-            fd, size = open_regular(self.folder / name)
-            os.close(fd)
+            size = claimed = self._whole(entry, "bytes", at)
+            if self.look:
+                fd, size = open_regular(self.folder / name)
+                os.close(fd)
             if size != claimed:
                 raise MosaicError(
                     f"{shown_path(self.folder / name)}: {MANIFEST} expects {claimed} bytes, got {size}; "

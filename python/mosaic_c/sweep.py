@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mosaic_c.errors import MosaicError, UsageError
+from mosaic_c.modes import PER_LAYER
 
 SLOTS = (2, 4, 8, 16, 32, 64)  # per layer, as far as the model has experts
 TOKENS = 80
@@ -127,7 +128,7 @@ def point(
 
     python = process_bytes()
     times, token, rng = [], 0, np.random.default_rng(0)
-    layers = 1 if policy == "layer-lru" else look(Series("", model, None)).layers
+    layers = 1 if policy in PER_LAYER else look(Series("", model, None)).layers
     with open_model(model, ctx=tokens, policy=policy, slots=slots * layers, **options) as opened:
         if routing is not None:
             opened.routing = Routing(routing, opened.plan)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from mosaic_c import engine
+from mosaic_c import engine_pure
 from mosaic_c.pack import RECORDS, Format, Pack, PackLayer, lay_out
 from mosaic_c.synth_shapes import Shape, Tensor
 from mosaic_c.synth_stream import Stream, writing
@@ -59,7 +59,7 @@ def _record(
     tiles: Tiles,
 ) -> int:
     """One record; its CRC, which covers layer and expert too."""
-    crc, at = engine.crc32c(np.array(place, "<u4")), 0
+    crc, at = engine_pure.crc32c(np.array(place, "<u4")), 0
     forms = layer.formats * 2
     for k, ((number, t), begin) in enumerate(zip(tensors, layer.parts, strict=True)):
         rows, cols = layer.shapes[k % 3]
@@ -68,7 +68,7 @@ def _record(
         for part in tiles.values(t.dist, t.dtype, count, number):
             raw = memoryview(part).cast("B")
             file.add(raw)
-            crc, at = engine.crc32c(raw, crc), at + len(raw)
+            crc, at = engine_pure.crc32c(raw, crc), at + len(raw)
     return _pad(file, crc, at, layer.record_bytes)[0]
 
 
@@ -77,4 +77,4 @@ def _pad(file: Stream, crc: int, at: int, to: int) -> tuple[int, int]:
         return crc, at
     zeros = bytes(to - at)
     file.add(zeros)
-    return engine.crc32c(zeros, crc), to
+    return engine_pure.crc32c(zeros, crc), to

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from mosaic_c import engine
+from mosaic_c import engine, modes
 from mosaic_c.budget import plan_memory
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.jsonfile import show
@@ -223,8 +223,7 @@ def _prepare(
         policy: plan_memory(
             located, budget=memory.budget, reason="", threads=1, lanes=1, ctx=ctx, policy=policy
         ).hard
-        for policy in engine.POLICIES
-        if policy != "belady"
+        for policy in modes.MODEL_POLICIES
     }
     options = {"ram": ram, "ctx": ctx, "tokenizer": tokenizer}
     return Job(folder, options, ids, tokens), settings(memory.threads, floors)

@@ -21,7 +21,7 @@ def add_parser(which: argparse._SubParsersAction) -> None:
     )
     add = parser.add_argument
     add("path", nargs="?", metavar="PATH", default=".", help="a large file, a model's folder (its largest "
-        "shard), or a folder for a temporary file")  # fmt: skip
+        "file of weights), or a folder for a temporary file")  # fmt: skip
     add("--size", metavar="SIZE", default="3M", help="bytes of one read, such as an expert's")
     add("--lanes", metavar="N,N", default="1,2,4,8", help="reader threads to try")
     add("--depth", type=int, metavar="N", default=argparse.SUPPRESS, help="reads handed to the reader at a time "

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from mosaic_c.commands.options import numbers
+from mosaic_c.modes import IO_MODES, MODEL_POLICIES
 
 
 def add_parser(which: argparse._SubParsersAction) -> None:
@@ -27,7 +28,7 @@ def add_parser(which: argparse._SubParsersAction) -> None:
         metavar="N",
         help="tokens to decode (default: 80, or all of the trace)",
     )
-    add("--policy", choices=("auto", "lfu", "lru", "layer-lru"), default="layer-lru",
+    add("--policy", choices=MODEL_POLICIES, default="layer-lru",
         help="which experts stay in memory; all but layer-lru share the slots of all layers "
         "(default: %(default)s)")  # fmt: skip
     add("--routing", metavar="TRACE", action="append", default=[], help="take expert ids from the decode lines of "
@@ -44,9 +45,14 @@ def add_parser(which: argparse._SubParsersAction) -> None:
         "--threads",
         type=int,
         metavar="N",
-        help="compute threads (default: the cores this process may use)",
+        help="compute threads (default: the cores this process may use, at most 256)",
     )
-    add("--io", metavar="MODE", default="auto", help="how experts are read (default: %(default)s)")
+    add(
+        "--io",
+        choices=IO_MODES,
+        default="auto",
+        help="how experts are read (default: %(default)s)",
+    )
     add(
         "--plot",
         metavar="FILE",

@@ -15,9 +15,9 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
         "doctor",
         help="check this machine, this installation and a folder",
         description="Looks at the processor, memory and its limits, the installation, and at the disk and the model "
-        "of a folder, measures about two seconds of reads there, and says what to do. Changes nothing: where "
-        "the folder holds no large safetensors file, a temporary one of at most 256 MB is written and "
-        "removed. Exit status 1 when there is an error.",
+        "of a folder, measures reads there for a second, and says what to do. Changes nothing: where the "
+        "folder holds no large file of weights, a temporary one without a name is written first, for a second or "
+        "until it has 256 MiB. Exit status 1 when there is an error.",
     )
     parser.add_argument(
         "path", nargs="?", default=".", metavar="PATH", help="a model's folder or any (default: the current one)"

@@ -177,12 +177,11 @@ def _recorded(parts: dict[str, Part]) -> tuple[int, int]:
 
 
 def _records(pack: Pack | None) -> dict[str, Any] | None:
-    """How a pack stores its experts; format: the same name for all layers and matrices, or all of them."""
+    """How a pack stores its experts."""
     if pack is None:
         return None
-    names = sorted({f.name for x in pack.layers for f in x.formats})
     return {
-        "format": ", ".join(names),
+        "format": pack.format,
         "record_bytes": sorted({x.record_bytes for x in pack.layers}),
         "files": len(pack.files),
         "bytes": sum(pack.sizes),

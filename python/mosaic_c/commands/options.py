@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mosaic_c.errors import UsageError
+from mosaic_c.modes import IO_MODES, MODEL_POLICIES
 
 
 def add_model_options(parser: argparse.ArgumentParser, required: bool = False) -> None:
@@ -21,12 +22,12 @@ def add_model_options(parser: argparse.ArgumentParser, required: bool = False) -
         "--threads",
         type=int,
         metavar="N",
-        help="compute threads (default: the cores this process may use)",
+        help="compute threads (default: the cores this process may use, at most 256)",
     )
-    p("--io", choices=("auto", "direct", "uring", "pread", "mmap"), default="auto", help="how experts are read: "
+    p("--io", choices=IO_MODES, default="auto", help="how experts are read: "
       "direct past the page cache, by io_uring, by pread, or mapped where all fit (default: %(default)s, the "
       "faster of direct and uring by a short measurement; pread where the file system refuses)")  # fmt: skip
-    p("--policy", choices=("auto", "lfu", "lru", "layer-lru"), default="auto",
+    p("--policy", choices=MODEL_POLICIES, default="auto",
       help="which experts stay in memory (default: %(default)s)")  # fmt: skip
     p("--slots", type=int, metavar="N", help="experts in the cache, per layer for layer-lru (default: as many "
       "as the budget holds)")  # fmt: skip

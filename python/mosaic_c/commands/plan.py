@@ -15,7 +15,7 @@ from mosaic_c.commands.options import add_model_options, model_options
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.footprint import Column, Footprint, measure
 from mosaic_c.jsonfile import load, shown_path
-from mosaic_c.limits import format_size, parse_size
+from mosaic_c.limits import format_rate, format_size, parse_rate, parse_size
 from mosaic_c.predict import token_seconds
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
     p(
         "--disk",
         metavar="RATE",
-        help="bytes a second that the disk gives, such as 3G: predicts tokens a second",
+        help="bytes a second that the disk gives, such as 3G (3 GB/s): predicts tokens a second",
     )
     p("--hit", metavar="RATES", help="shares of expert calls that a cache serves, for --disk (default: "
       + ",".join(f"{h:g}" for h in HITS) + ")")  # fmt: skip
-    p("--memory", metavar="RATE", help="bytes a second that the processor reads from memory, for --disk "
-      "(default: reads alone are predicted, a ceiling)")  # fmt: skip
+    p("--memory", metavar="RATE", help="bytes a second that the processor reads from memory, such as 20G, for "
+      "--disk (default: reads alone are predicted, a ceiling)")  # fmt: skip
     p("--json", action="store_true", help="one JSON object on stdout")
     parser.set_defaults(run=run)
 
@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 def read(path: str, kv: str) -> tuple[Path | None, Footprint]:
     """(folder that has weights or None, footprint) of a config.json or a folder with one."""
+    from mosaic_c import families, pack
     from mosaic_c.checkpoint import MAX_CONFIG
 
     config = Path(path)
@@ -101,7 +102,10 @@ def read(path: str, kv: str) -> tuple[Path | None, Footprint]:
     ):
         data["quantization_config"] = {"quant_method": "modelopt"}  # said in that file instead
     weights = folder is not None and any(folder.glob("*.safetensors"))
-    return folder if weights else None, measure(data, shown_path(config), kv)
+    where, shipped = shown_path(config), None
+    if (config.parent / pack.MANIFEST).exists():
+        shipped = pack.read(config.parent, families.plan_for(data, where), files=False)
+    return folder if weights else None, measure(data, where, kv, shipped)
 
 
 def _unused(args: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
@@ -127,21 +131,14 @@ def _rates(args: argparse.Namespace, f: Footprint) -> Rates | None:
     if args.disk is None:
         _unused(args, ("hit", "memory"), "need --disk RATE")
         return None
-    disk, memory = _rate("disk", args.disk), None
+    disk, memory = parse_rate(args.disk, "--disk"), None
     if args.memory is not None:
-        memory = _rate("memory", args.memory)
+        memory = parse_rate(args.memory, "--memory")
         if f.columns[0].active_bytes is None:
             raise UsageError(
                 "--memory: what this model computes beside its experts is not known; leave it out"
             )
     return disk, HITS if args.hit is None else tuple(_hits(args.hit)), memory
-
-
-def _rate(name: str, text: str) -> int:
-    rate = parse_size(text, f"--{name}")
-    if rate < 1:
-        raise UsageError(f"--{name} {text}: expected more than 0 bytes a second, such as 3G")
-    return rate
 
 
 def _hits(text: str) -> Iterator[float]:
@@ -268,13 +265,13 @@ def human(size: int) -> str:
 
 
 def prediction(f: Footprint, disk: int, hits: tuple[float, ...], memory: int | None) -> list[str]:
-    rate = f"{format_size(disk)}/s from disk"
+    rate = f"{format_rate(disk)} from disk"
     if memory is None:
         head = (
             f"tokens a second at {rate}: reads alone, a ceiling (--memory RATE counts compute too)"
         )
     else:
-        head = f"tokens a second at {rate} and {format_size(memory)}/s from memory"
+        head = f"tokens a second at {rate} and {format_rate(memory)} from memory"
     lines = [head, f"{'hit rate':<10}" + "".join(f"{c.name:>12}" for c in f.columns)]
     for hit in hits:
         values = [predict(c, disk, hit, memory) for c in f.columns]

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from mosaic_c.errors import MosaicError, UsageError
-from mosaic_c.limits import format_size, parse_size
+from mosaic_c.limits import format_size, parse_rate, parse_size
+from mosaic_c.modes import PER_LAYER, POLICIES
 from mosaic_c.predict import OVERLAP, token_seconds
 from mosaic_c.trace import Trace, read_trace
 
-POLICIES = ("auto", "lfu", "lru", "layer-lru", "belady")
-ALL = ("lru", "lfu", "auto", "belady")  # those that share all slots
+ALL = tuple(p for p in POLICIES if p not in PER_LAYER)  # those that share all slots
 
 
 def add_parser(sub: argparse._SubParsersAction) -> None:
@@ -61,7 +61,12 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
     )
     speed = parser.add_argument_group("speed", "the first three together predict tokens a second")
     p, unset = speed.add_argument, argparse.SUPPRESS
-    p("--disk", metavar="RATE", default=unset, help="bytes a second that it reads, such as 3G")
+    p(
+        "--disk",
+        metavar="RATE",
+        default=unset,
+        help="bytes a second that it reads, such as 3G (3 GB/s)",
+    )
     p("--expert-bytes", metavar="SIZE", default=unset, help="bytes read for an expert, such as 3M")
     p("--compute-ms", type=float, metavar="F", default=unset,
       help="milliseconds of a token when all experts are in memory")  # fmt: skip
@@ -77,7 +82,7 @@ def slots_of(trace: Trace, policy: str, share: float) -> int:
     """A share of all experts as slots (per layer for layer-lru), rounded down, at least 1."""
     if not (math.isfinite(share) and 0 < share <= 1):
         raise UsageError(f"--share {share:g} is out of range: expected more than 0, at most 1")
-    experts = trace.n_expert * (1 if policy == "layer-lru" else trace.n_layer)
+    experts = trace.n_expert * (1 if policy in PER_LAYER else trace.n_layer)
     # 0.15 * 2048 is 307.2 in any arithmetic, but 0.29 * 100 is 28.999...: rounding first keeps
     # decimal shares exact.
     return max(1, math.floor(round(share * experts, 6)))
@@ -97,7 +102,7 @@ def _speed(args: argparse.Namespace) -> dict[str, float] | None:
                 f"--{given[0].replace('_', '-')}: a prediction needs {' and '.join(missing)}, too"
             )
         return None
-    out = {"disk": _size("--disk", args.disk), "expert": _size("--expert-bytes", args.expert_bytes)}
+    out = {"disk": parse_rate(args.disk, "--disk"), "expert": _expert(args.expert_bytes)}
     out["compute"] = _positive("--compute-ms", args.compute_ms) / 1e3
     out["overlap"] = getattr(args, "overlap", OVERLAP)
     if not 0 <= out["overlap"] <= 1:
@@ -107,10 +112,10 @@ def _speed(args: argparse.Namespace) -> dict[str, float] | None:
     return out
 
 
-def _size(option: str, text: str) -> int:
-    size = parse_size(text, option)
+def _expert(text: str) -> int:
+    size = parse_size(text, "--expert-bytes")
     if size < 1:
-        raise UsageError(f"{option} {text}: expected at least 1 byte, such as 3M or 3G")
+        raise UsageError(f"--expert-bytes {text}: expected at least 1 byte, such as 3M")
     return size
 
 
@@ -155,10 +160,10 @@ def tokens_of(lines: Trace, path: str) -> np.ndarray:
 def replay(lines: Trace, policy: str, slots: int) -> np.ndarray:
     """Misses of each line (n_line,)."""
     # The engine is an extension module: --help and bad arguments must not need it.
-    from mosaic_c import engine
+    from mosaic_c import engine_pure
 
     misses = np.empty(len(lines), np.int32)
-    engine.policy_replay(
+    engine_pure.policy_replay(
         policy,
         lines.n_layer,
         lines.n_expert,
@@ -209,7 +214,7 @@ def run(args: argparse.Namespace) -> int:
         body = {"policies": results} if args.policy == "all" else results[0]
         print(json.dumps(body | common))
         return 0
-    where = "per layer" if args.policy == "layer-lru" else "in all"
+    where = "per layer" if args.policy in PER_LAYER else "in all"
     after = f" after {args.warm} tokens" if args.warm else ""
     head = f"{slots} slots {where}, {common['lines']} {args.phase} lines{after}:"
     if args.policy == "all":

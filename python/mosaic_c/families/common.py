@@ -170,7 +170,25 @@ def dense(at: str, d: Dims, width: int) -> Moe:
     )
 
 
+def _check_alike(c: Config, layers: list[Layer]) -> None:
+    """The state of a sequence has one shape for all attention layers and one for all delta layers, and the cache
+    one number of experts for all layers (blocks.state, engine.Store)."""
+    first: dict[str, tuple[str, int]] = {}
+    for i, layer in enumerate(layers):
+        m, e = layer.mixer, layer.moe.experts
+        if isinstance(m, Attention):
+            kind, shape = "attention", f"{m.kv_heads} KV heads of {m.head_dim}"
+        else:
+            kind = "linear attention"
+            shape = f"{m.k_heads} and {m.v_heads} heads of {m.dk} and {m.dv}, kernel {m.kernel}"
+        for what, value in ((kind, shape), ("experts", f"{e.count} of them" if e else "")):
+            before, at = first.setdefault(what, (value, i)) if value else ("", 0)
+            if value and value != before:
+                raise c.refuse(f"layer {i}", f"{what} as in layer {at}, {before}", value)
+
+
 def model(
+    c: Config,
     family: str,
     prefix: str,
     d: Dims,
@@ -181,7 +199,9 @@ def model(
     block: int | None,
     skip: tuple[str, ...] = (),
 ) -> ModelPlan:
-    """The whole plan around its layers; prefix: of the text model's tensors, lm_head has none."""
+    """The whole plan around its layers; prefix: of the text model's tensors, lm_head has none. EUNSUPPORTED where
+    layers of a kind differ in what has one shape for all."""
+    _check_alike(c, layers)
     head = matrix("lm_head", d.vocab, d.hidden)
     return ModelPlan(
         family=family,

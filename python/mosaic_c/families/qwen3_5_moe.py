@@ -59,7 +59,7 @@ def build(top: Config) -> ModelPlan:
     # Wrapped: the wrapper's flag is the one that transformers reads.
     flag = top if top.get("tie_word_embeddings") is not None else c
     return model(
-        "qwen3_5_moe", prefix, d, layers,
+        c, "qwen3_5_moe", prefix, d, layers,
         plus_one=True,
         tied=flag.flag("tie_word_embeddings", False),
         block=weight_block(top, c),

@@ -37,7 +37,7 @@ def build(c: Config) -> ModelPlan:
             block = dense(at, d, c.size("intermediate_size", MAX_DIM))
         layers.append(Layer(mixer, block))
     return model(
-        "qwen3_moe", "model", d, layers,
+        c, "qwen3_moe", "model", d, layers,
         plus_one=False, tied=c.flag("tie_word_embeddings", False), block=weight_block(c, c),
     )  # fmt: skip
 

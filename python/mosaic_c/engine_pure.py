@@ -1,0 +1,130 @@
+"""What the C engine computes without an engine: sizes of blocks, checksums, replayed traces, decoded values, products.
+
+No handle is held and no open object touched; in the manner of engine.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mosaic_c._engine import ffi, lib
+from mosaic_c.dtypes import BITS
+from mosaic_c.engine import DTYPES, POLICIES, call, floats, ints
+from mosaic_c.errors import MosaicError
+
+
+def scratch_bytes(kind: str, desc: dict[str, Any], threads: int) -> int:
+    """Scratch that a block of this description needs."""
+    c = ffi.new(f"mc_{kind}_desc *", desc)
+    if kind == "attn":
+        n = lib.mc_attn_scratch(c, threads)
+    else:
+        n = getattr(lib, f"mc_{kind}_scratch")(c)
+    if n < 0:
+        raise MosaicError(f"{kind}: the engine cannot run a block of this shape", "EINVAL")
+    return n
+
+
+def kv_bytes(desc: dict[str, Any]) -> tuple[int, int]:
+    """(page pool, one session's state) in bytes."""
+    c = ffi.new("mc_kv_desc *", desc)
+    pool, state = lib.mc_kv_pool_bytes(c), lib.mc_kv_session_bytes(c)
+    if pool < 0 or state < 0:
+        raise MosaicError(f"state of a sequence: impossible shape {desc}", "EINVAL")
+    return pool, state
+
+
+def expert_slab(experts: np.ndarray) -> tuple[int, int]:
+    """(one slab, resident scales of all) in bytes, for an (n, 3) array laid out as mc_tensor."""
+    scale = ffi.new("int64_t *")
+    n = lib.mc_expert_slab(
+        ffi.cast("mc_expert *", ffi.from_buffer(experts)), experts.shape[0], scale
+    )
+    if n < 0:
+        raise MosaicError("experts: impossible shapes or offsets", "EFORMAT")
+    return n, scale[0]
+
+
+def thread_bytes(dtype: str, cols: int) -> int:
+    """Memory that each compute thread takes for weights of this dtype with rows of `cols`."""
+    return lib.mc_thread_bytes(DTYPES[dtype], cols)
+
+
+def crc32c(data: Any, crc: int = 0) -> int:
+    """CRC-32C of bytes (anything with a contiguous buffer) that follow those whose CRC is given."""
+    raw = ffi.from_buffer(data)
+    return lib.mc_crc32c(crc, raw, len(raw))
+
+
+def policy_replay(
+    policy: str,
+    n_layer: int,
+    n_expert: int,
+    slots: int,
+    layer: np.ndarray,
+    token: np.ndarray,
+    start: np.ndarray,
+    ids: np.ndarray,
+    line_misses: np.ndarray | None = None,
+) -> tuple[int, int]:
+    """(hits, misses) of a trace; see mc_policy_replay. layer, ids int32; token, start int64.
+
+    line_misses: (n_line,) int32, filled with the misses of each line.
+    """
+    if line_misses is not None and len(line_misses) != len(layer):
+        raise ValueError(f"{len(layer)} lines, room for the misses of {len(line_misses)}")
+    out = ffi.new("int64_t[2]")
+    call(
+        lib.mc_policy_replay, POLICIES[policy], n_layer, n_expert, slots, len(layer), ints(layer),
+        ints(token, "int64_t"), ints(start, "int64_t"), ints(ids), out, out + 1,
+        ffi.NULL if line_misses is None else ints(line_misses),
+    )  # fmt: skip
+    return out[0], out[1]
+
+
+def rope_table(theta: float, dim: int, pos: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """inv_freq, cos, sin (dim / 2) float32 at a position."""
+    out = np.empty((3, dim // 2), np.float32)
+    f, c, s = (floats(row) for row in out)
+    if lib.mc_rope_table(theta, dim, pos, f, c, s) < 0:
+        raise MosaicError(f"rope: theta {theta}, dim {dim}, position {pos} make no sense", "EINVAL")
+    return out[0], out[1], out[2]
+
+
+def decode(dtype: str, raw: bytes, n: int) -> np.ndarray:
+    """n values of a dtype, unscaled, as float32, exactly."""
+    if len(raw) < -(-n * BITS[dtype] // 8):
+        raise ValueError(f"{n} values of {dtype}: too few bytes, {len(raw)}")
+    out = np.empty(n, np.float32)
+    call(lib.mc_decode, DTYPES[dtype], raw, n, floats(out))
+    return out
+
+
+def gemm(
+    isa: str,
+    dtype: str,
+    w: bytes,
+    rows: int,
+    cols: int,
+    x: np.ndarray,
+    scale_dtype: str = "F32",
+    scale: bytes | None = None,
+    block: tuple[int, int] = (128, 128),
+) -> np.ndarray:
+    """y (n, rows) = x (n, cols) W^T by the named kernel set. block: elements that share a scale."""
+    y = np.empty((x.shape[0], rows), np.float32)
+    need, scales = rows * -(-cols * BITS[dtype] // 8), 0
+    if scale is not None:
+        scales = -(-rows // block[0]) * -(-cols // (block[1] or cols)) * BITS[scale_dtype] // 8
+    if len(w) < need or len(scale or b"") < scales or x.shape[1] < cols:
+        raise ValueError(f"gemm ({rows}, {cols}) of {dtype}: too little data")
+    t = {"dtype": DTYPES[dtype], "rows": rows, "cols": cols, "scale_dtype": DTYPES[scale_dtype]}
+    if scale is not None:
+        t["block_rows"], t["block_cols"] = block
+    call(
+        lib.mc_gemm, isa.encode(), ffi.new("mc_tensor *", t), w,
+        ffi.NULL if scale is None else ffi.from_buffer(scale), floats(x), x.shape[0], floats(y),
+    )  # fmt: skip
+    return y
