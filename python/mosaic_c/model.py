@@ -345,16 +345,12 @@ class Model:
                 self._fit()
 
     def _fit(self) -> None:
-        """The cache at the size that sessions and pressure leave it."""
+        """The cache at the size that sessions and pressure leave it; waits for a layer that is being computed."""
         slots = min(self._most(), self.guard.allowed)
         if slots == self.slots:
             return
-        try:
-            self.store.resize(slots)
-            self.slots = slots
-        except MosaicError as error:
-            if error.code != "EBUSY":  # a layer is being computed: soon again
-                raise
+        self.store.resize(slots)
+        self.slots = slots
 
     def _most(self) -> int:
         """Slots that sessions leave the cache."""
