@@ -336,7 +336,8 @@ int64_t mc_thread_bytes(int32_t dtype, int64_t cols, mc_error *err);
  * memory now and needs one for each expert. Under the hard floor (top_k slots, or 1 per layer):
  * MC_EBUDGET. MC_IO_AUTO measures now. */
 int mc_store_open(mc_store *s, int64_t slots, int32_t ahead, mc_error *err);
-/* Changes the capacity of an open store, down to the floor and up to what it was opened with. */
+/* Changes the capacity of an open store, down to the floor and up to what it was opened with. While
+ * a layer is being computed it waits for its end. */
 int mc_store_resize(mc_store *s, int64_t slots, mc_error *err);
 
 typedef struct mc_moe_desc {
