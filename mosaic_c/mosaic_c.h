@@ -105,7 +105,7 @@ enum { MC_IO_AUTO = 0, MC_IO_PREAD = 1, MC_IO_DIRECT = 2, MC_IO_URING = 3, MC_IO
  *   uring   direct reads in a ring of the kernel (io_uring), kept by the thread that computes
  *   mmap    experts stay in mapped files: all of them must fit the budget
  *   auto    direct or uring with 1, 2 or `most` lanes, whichever a few reads of experts at
- *           mc_store_open show to be the fastest; the ring where they differ by less than a tenth */
+ *           mc_store_open show to be the fastest; uring where they differ by less than a tenth */
 typedef struct mc_engine_opts {
     int32_t threads;   /* compute threads, 1..256 */
     int32_t lanes;     /* reads under way at once, 1..64; 0: the mode's own number, */
