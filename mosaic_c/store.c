@@ -13,6 +13,7 @@
 #include "store.h"
 
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "measure.h"
 #include "store_parts.h"
@@ -92,6 +93,8 @@ void mci_store_retain(mc_store *s) { atomic_fetch_add(&s->refs, 1); }
 void mci_store_release(mc_store *s) {
     if (!s || atomic_fetch_sub(&s->refs, 1) != 1) return;
     mc_engine *e = s->e;
+    /* in a forked child: reads on their way are the parent's, the ring is shared with it */
+    if (getpid() != e->pid) return;
     close_cache(s);
     for (int32_t i = 0; i < s->n_layer; i++) mci_experts_free(e, &s->layers[i]);
     mci_release(&e->mem, MC_MEM_META, s->tables, s->table_bytes);
