@@ -11,15 +11,17 @@ typedef struct acts {
 
 static int64_t head_bytes(void) { return mci_round_up(sizeof(acts), MCI_ALIGN); }
 
-int64_t mc_thread_bytes(int32_t dtype, int64_t cols) {
-    if (!mci_dtype_get(dtype) || cols < 1 || cols > INT32_MAX) return MC_EINVAL;
+int64_t mc_thread_bytes(int32_t dtype, int64_t cols, mc_error *err) {
+    if (!mci_dtype_get(dtype) || cols < 1 || cols > INT32_MAX)
+        return mci_fail(err, MC_EINVAL, 0, "no weights of dtype %d in rows of %lld", dtype,
+                        (long long)cols);
     if (!mci_dtype_get(dtype)->integer) return 0;
     return mci_round_up(head_bytes() + MCI_ACTS_TOK * mci_qact_bytes(cols, 32), MCI_ALIGN);
 }
 
 int mci_acts_reserve(mc_engine *e, int dtype, int64_t cols, mc_error *err) {
     if (!mci_dtype_get(dtype)->integer) return MC_OK;
-    return mci_thread_reserve(e, mc_thread_bytes(dtype, cols), err);
+    return mci_thread_reserve(e, mc_thread_bytes(dtype, cols, err), err);
 }
 
 void mci_acts_forget(mc_engine *e) { e->region++; }

@@ -54,8 +54,11 @@ static int64_t thread_scratch(const mc_attn_desc *d) {
 
 static int check(const mc_attn_desc *d, mc_error *err);
 
-int64_t mc_attn_scratch(const mc_attn_desc *d, int32_t threads) {
-    if (check(d, NULL) < 0 || threads < 1 || threads > 256) return MC_EINVAL;
+int64_t mc_attn_scratch(const mc_attn_desc *d, int32_t threads, mc_error *err) {
+    int rc = check(d, err);
+    if (rc < 0) return rc;
+    if (threads < 1 || threads > 256)
+        return mci_fail(err, MC_EINVAL, 0, "attention: threads: expected 1..256, got %d", threads);
     int64_t t = d->max_tok, kv = (int64_t)d->n_kv_head * d->head_dim;
     return mci_scratch_bytes(t * d->hidden, 4) + mci_scratch_bytes(t * q_rows(d), 4) +
            2 * mci_scratch_bytes(t * kv, 4) +
@@ -123,7 +126,7 @@ int mc_attn_create(mc_engine *e, const mc_attn_desc *d, mc_attn **out, mc_error 
         (rc = mci_vector_load(e, &d->v_bias, kv, "v bias", false, &a->v_bias, err)) < 0 ||
         (rc = mci_vector_load(e, &d->o_bias, d->hidden, "o bias", false, &a->o_bias, err)) < 0 ||
         (rc = mci_alloc(&e->mem, MC_MEM_WEIGHTS, d->rope_dim * 2, "rope", &freq, err)) < 0 ||
-        (rc = mci_scratch_reserve(e, mc_attn_scratch(d, mci_pool_threads(e->pool)), err)) < 0)
+        (rc = mci_scratch_reserve(e, mc_attn_scratch(d, mci_pool_threads(e->pool), err), err)) < 0)
         goto done;
     a->inv_freq = freq;
     freq = NULL;

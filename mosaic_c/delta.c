@@ -26,8 +26,9 @@ static int64_t conv_dim(const mc_delta_desc *d) { return 2 * key_dim(d) + value_
 
 static int check(const mc_delta_desc *d, mc_error *err);
 
-int64_t mc_delta_scratch(const mc_delta_desc *d) {
-    if (check(d, NULL) < 0) return MC_EINVAL;
+int64_t mc_delta_scratch(const mc_delta_desc *d, mc_error *err) {
+    int rc = check(d, err);
+    if (rc < 0) return rc;
     int64_t t = d->max_tok;
     return mci_scratch_bytes(t * d->hidden, 4) + 2 * mci_scratch_bytes(t * conv_dim(d), 4) +
            2 * mci_scratch_bytes(t * value_dim(d), 4) + 2 * mci_scratch_bytes(t * d->n_v_head, 4) +
@@ -103,7 +104,7 @@ int mc_delta_create(mc_engine *e, const mc_delta_desc *d, mc_delta **out, mc_err
         (rc = mci_vector_load(e, &d->dt_bias, d->n_v_head, "dt_bias", false, &a->dt_bias, err)) <
             0 ||
         (rc = load_f32(e, &d->conv, cd, d->conv_kernel, "conv1d", &a->conv, err)) < 0 ||
-        (rc = mci_scratch_reserve(e, mc_delta_scratch(d), err)) < 0)
+        (rc = mci_scratch_reserve(e, mc_delta_scratch(d, err), err)) < 0)
         goto done;
     if (!a->norm || !a->out_norm || !a->decay || !a->dt_bias || !a->conv || !a->qkv.mat.data ||
         !a->z.mat.data || !a->b.mat.data || !a->a.mat.data || !a->out.mat.data) {

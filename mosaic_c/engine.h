@@ -28,7 +28,7 @@ struct mc_engine {
     uint8_t *thread_scratch; /* thread_size bytes for each thread */
     int64_t thread_size;
     int64_t region; /* counts parallel regions that use it: see acts.c */
-    /* written by moe.c and store.c under the lock, read by mc_engine_stats */
+    /* written by the blocks and the store under the lock, read by mc_engine_stats */
     mc_stats stats;
 };
 

@@ -60,22 +60,29 @@ static void ranges_of(const mc_tensor *t, int64_t bytes, int64_t scale, mci_rang
     r[3] = (mci_range){t->file, t->scale_offset, t->scale_file == t->file ? scale : 0};
 }
 
-int64_t mc_expert_slab(const mc_expert *experts, int64_t n, int64_t *scale_bytes) {
+static const char *const NAMES[3] = {"gate", "up", "down"};
+
+int64_t mc_expert_slab(const mc_expert *experts, int64_t n, int64_t *scale_bytes, mc_error *err) {
     int64_t slab = 0, scales = 0;
     for (int64_t i = 0; i < n; i++) {
         const mc_tensor *const t[3] = {&experts[i].gate, &experts[i].up, &experts[i].down};
         mci_range r[PARTS];
         int64_t bytes, scale[3];
         for (int k = 0; k < 3; k++) {
-            if (t[k]->file < 0 || mci_format_check(t[k], "expert", &bytes, &scale[k], NULL) ||
-                (scale[k] && (t[k]->scale_offset < 0 || t[k]->scale_offset > INT64_MAX / 4)))
-                return MC_EINVAL;
+            char name[64];
+            snprintf(name, sizeof name, "expert %lld, %s", (long long)i, NAMES[k]);
+            if (t[k]->file < 0) return mci_fail(err, MC_EFORMAT, 0, "%s: absent", name);
+            int rc = mci_format_check(t[k], name, &bytes, &scale[k], err);
+            if (rc < 0) return rc;
+            if (scale[k] && (t[k]->scale_offset < 0 || t[k]->scale_offset > INT64_MAX / 4))
+                return mci_fail(err, MC_EFORMAT, 0, "%s: impossible offset %lld of scales", name,
+                                (long long)t[k]->scale_offset);
             ranges_of(t[k], bytes, scale[k], r + k);
         }
         mci_layout l = lay_out(r, t[0]->record);
         for (int k = 0; k < 3; k++)
             if (l.part[3 + k] < 0 && !mci_add(scales, mci_round_up(scale[k], SCALE_ALIGN), &scales))
-                return MC_EINVAL;
+                return mci_fail(err, MC_EFORMAT, 0, "experts: too many bytes of scales");
         slab = MCI_MAX(slab, l.bytes);
     }
     if (scale_bytes) *scale_bytes = scales;
@@ -237,19 +244,18 @@ static int check_range(const bind_ctx *c, int32_t expert, const char *what, cons
 /* Fills all of a matrix but its scale, and its two ranges. */
 static int bind_mat(bind_ctx *c, int32_t expert, int k, const mc_tensor *t, mci_range *r,
                     mc_error *err) {
-    static const char *const name[3] = {"gate", "up", "down"};
     int64_t rows = k < 2 ? c->x->width : c->x->hidden, cols = k < 2 ? c->x->hidden : c->x->width;
     mci_range mat = {t->file, t->offset, 0}, scale = {t->scale_file, t->scale_offset, 0};
     int rc;
     if (t->rows != rows || t->cols != cols)
         return mci_fail(err, MC_EFORMAT, 0,
                         "layer %d, expert %d, %s: expected shape (%lld, %lld), got (%lld, %lld)",
-                        c->layer, expert, name[k], (long long)rows, (long long)cols,
+                        c->layer, expert, NAMES[k], (long long)rows, (long long)cols,
                         (long long)t->rows, (long long)t->cols);
     char full[64];
-    snprintf(full, sizeof full, "layer %d, expert %d, %s", c->layer, expert, name[k]);
+    snprintf(full, sizeof full, "layer %d, expert %d, %s", c->layer, expert, NAMES[k]);
     if ((rc = mci_format_check(t, full, &mat.bytes, &scale.bytes, err)) < 0 ||
-        (rc = check_range(c, expert, name[k], &mat, err)) < 0 ||
+        (rc = check_range(c, expert, NAMES[k], &mat, err)) < 0 ||
         (scale.bytes && (rc = check_range(c, expert, "scales", &scale, err)) < 0) ||
         (rc = mci_acts_reserve(c->e, t->dtype, cols, err)) < 0)
         return rc;

@@ -56,18 +56,20 @@ int mci_io_mode(int mode, mc_error *err);
 /* Reads at once that memory is to be planned for, of so many bytes each, in a mode whose number of
  * lanes is not given. */
 int mci_io_most(int mode, int64_t bytes);
-/* lanes: reads under way at once (threads, for uring places in its ring); 0: 2 while direct reads
- * work, 4 buffered and mapped. Threads start with the first submit that needs them. MC_ESYS: uring
- * is asked for and not there. */
+/* lanes: reads under way at once (threads, for uring places in its ring); 0: 2, and 4 buffered,
+ * mapped or once a file has refused direct reads, until mci_io_use sets another number. Threads
+ * start with the first submit that needs them. MC_ESYS: uring is asked for and not there. */
 int mci_io_create(int mode, int lanes, mci_io **out, mc_error *err);
-/* Where the number of lanes is not given: up to `most` may be used (mci_io_use). Before any
- * read. */
+/* Where the number of lanes is not given: mci_io_use may set up to `most`, if that is more than
+ * mci_io_lanes so far; those in use stay as they are. Before any read. MC_ENOMEM, MC_ESYS: the ring
+ * had to be made anew and could not be. */
 int mci_io_allow(mci_io *io, int most, mc_error *err);
 /* Waits for reads in progress, stops the threads, then closes the files. */
 void mci_io_free(mci_io *io);
 bool mci_io_idle(mci_io *io); /* no read is outstanding */
-/* Goes on in another mode (direct or uring) with so many lanes, at most mci_io_lanes. For auto, and
- * while no read is outstanding. MC_ESYS: no uring here. */
+/* Goes on in a mode, direct or uring, with so many lanes, at most mci_io_lanes: by what auto
+ * measured, or in the mode asked for with more of them. While no read is outstanding. MC_EINVAL:
+ * not so; MC_ESYS: no uring here; both change nothing. */
 int mci_io_use(mci_io *io, int mode, int lanes, mc_error *err);
 /* Whether reads submitted from now on enter the counters; while no read is outstanding. */
 void mci_io_count(mci_io *io, bool count);
@@ -76,7 +78,8 @@ int mci_io_open(mci_io *io, const char *path, mc_error *err);
 int64_t mci_io_size(mci_io *io, int32_t file); /* -1: no such file */
 const char *mci_io_path(mci_io *io, int32_t file);
 bool mci_io_direct(mci_io *io, int32_t file); /* it is read directly */
-/* Reads that may ever be under way at once: lanes as given, or 4, or as allowed. */
+/* Reads that may ever be under way at once: lanes as given; or 4, or as mci_io_allow says.
+ * Those in use now may be fewer: see the statistics. */
 int mci_io_lanes(mci_io *io);
 int mci_io_asked(const mci_io *io); /* the mode given to create */
 bool mci_io_lanes_given(const mci_io *io);

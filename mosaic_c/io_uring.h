@@ -1,6 +1,6 @@
 /* io_uring.h - a ring of reads that the kernel does while the caller goes on: io_uring by its
- * system calls, no library. For one thread, which alone submits and collects; any thread may wake
- * it. It knows nothing of files' ways to be read, of errors' words or of experts. */
+ * system calls, no library. For one thread at a time, which alone submits and collects; any thread
+ * may wake it. It knows nothing of files' ways to be read, of errors' words or of experts. */
 #ifndef MCI_IO_URING_H
 #define MCI_IO_URING_H
 #include "base.h"

@@ -51,14 +51,14 @@ int mci_kv_check(const mc_kv_desc *d, mc_error *err) {
     return MC_OK;
 }
 
-int64_t mc_kv_pool_bytes(const mc_kv_desc *d) {
-    if (mci_kv_check(d, NULL) < 0) return MC_EINVAL;
-    return pool_pages(d) * (page_bytes(d) + 8);
+int64_t mc_kv_pool_bytes(const mc_kv_desc *d, mc_error *err) {
+    int rc = mci_kv_check(d, err);
+    return rc < 0 ? rc : pool_pages(d) * (page_bytes(d) + 8);
 }
 
-int64_t mc_kv_session_bytes(const mc_kv_desc *d) {
-    if (mci_kv_check(d, NULL) < 0) return MC_EINVAL;
-    return 2 * 4 * state_floats(d) + 4 * page_count(d);
+int64_t mc_kv_session_bytes(const mc_kv_desc *d, mc_error *err) {
+    int rc = mci_kv_check(d, err);
+    return rc < 0 ? rc : 2 * 4 * state_floats(d) + 4 * page_count(d);
 }
 
 int mc_kv_create(mc_engine *e, const mc_kv_desc *d, mc_kv **out, mc_error *err) {

@@ -66,6 +66,8 @@ static void choose(trial *t, int64_t reads) {
                               {MC_IO_DIRECT, 2},
                               {MC_IO_DIRECT, 1},
                               {MC_IO_DIRECT, most}};
+    _Static_assert(sizeof any / sizeof *any <= sizeof st->tried_io / sizeof *st->tried_io,
+                   "mc_stats has no room for so many ways");
     st->tried = 0;
     for (int32_t i = 0; i < n && !t->bad; i++) {
         const int32_t *way = n == 2 ? given[i] : any[i];

@@ -34,8 +34,9 @@ static int64_t max_rows(const mc_moe_desc *d) { return d->max_tok * ((int64_t)d-
 
 static int check(const mc_moe_desc *d, mc_error *err);
 
-int64_t mc_moe_scratch(const mc_moe_desc *d) {
-    if (check(d, NULL) < 0) return MC_EINVAL;
+int64_t mc_moe_scratch(const mc_moe_desc *d, mc_error *err) {
+    int rc = check(d, err);
+    if (rc < 0) return rc;
     int64_t t = d->max_tok, rows = max_rows(d);
     return mci_scratch_bytes(t * d->hidden, 4) + mci_scratch_bytes(t * d->n_expert, 4) +
            mci_scratch_bytes(t, 4) + 2 * mci_scratch_bytes(t * d->top_k, 4) +
@@ -99,7 +100,7 @@ int mc_moe_create(mc_engine *e, mc_store *s, const mc_moe_desc *d, const mc_expe
                               err)) == MC_OK)
         rc = mci_weight_load(e, &d->shared_gate, 1, d->hidden, "shared expert gate",
                              &m->shared_gate, err);
-    if (rc == MC_OK) rc = mci_scratch_reserve(e, mc_moe_scratch(d), err);
+    if (rc == MC_OK) rc = mci_scratch_reserve(e, mc_moe_scratch(d, err), err);
     if (rc == MC_OK &&
         (!m->norm || (d->n_expert && !m->router.mat.data) ||
          (d->shared_width && (!m->gate.mat.data || !m->up.mat.data || !m->down.mat.data))))

@@ -102,11 +102,10 @@ enum { MC_IO_AUTO = 0, MC_IO_PREAD = 1, MC_IO_DIRECT = 2, MC_IO_URING = 3, MC_IO
 /* How experts are read; dense weights always come into memory of their own.
  *   direct  O_DIRECT past the page cache; a file system that refuses is read by pread
  *   pread   through the page cache, which is emptied of it at once
- *   uring   direct reads kept in a ring of the kernel by one thread (io_uring)
+ *   uring   direct reads in a ring of the kernel (io_uring), kept by the thread that computes
  *   mmap    experts stay in mapped files: all of them must fit the budget
  *   auto    direct or uring with 1, 2 or `most` lanes, whichever a few reads of experts at
- *           mc_store_open show to be the fastest; the simpler one where they differ by less than a
- *           tenth */
+ *           mc_store_open show to be the fastest; uring where they differ by less than a tenth */
 typedef struct mc_engine_opts {
     int32_t threads;   /* compute threads, 1..256 */
     int32_t lanes;     /* reads under way at once, 1..64; 0: the mode's own number, */
@@ -224,8 +223,8 @@ enum { MC_PAGE_TOKENS = 64 };
 int mc_kv_create(mc_engine *e, const mc_kv_desc *d, mc_kv **out, mc_error *err);
 void mc_kv_free(mc_kv *kv);
 /* Bytes of the page pool, and of one session's state (both copies, page table included). */
-int64_t mc_kv_pool_bytes(const mc_kv_desc *d);
-int64_t mc_kv_session_bytes(const mc_kv_desc *d);
+int64_t mc_kv_pool_bytes(const mc_kv_desc *d, mc_error *err);
+int64_t mc_kv_session_bytes(const mc_kv_desc *d, mc_error *err);
 
 int mc_session_create(mc_kv *kv, mc_session **out, mc_error *err);
 void mc_session_free(mc_session *s);
@@ -279,8 +278,9 @@ int mc_attn_create(mc_engine *e, const mc_attn_desc *d, mc_attn **out, mc_error 
 void mc_attn_free(mc_attn *a);
 /* x (n_tok, hidden) += mixer(norm(x)) for the step's chunk. */
 int mc_attn_forward(mc_attn *a, mc_step *st, float *x, mc_error *err);
-/* Scratch that blocks of this shape need, tensors apart. Pure; MC_EINVAL: an impossible shape. */
-int64_t mc_attn_scratch(const mc_attn_desc *d, int32_t threads);
+/* Scratch that blocks of this shape need, tensors apart. Pure; MC_EINVAL: an impossible shape or
+ * number of threads. */
+int64_t mc_attn_scratch(const mc_attn_desc *d, int32_t threads, mc_error *err);
 /* inv_freq (dim/2) and cos, sin (dim/2) at a position, as the attention uses them. */
 int mc_rope_table(double theta, int32_t dim, int64_t pos, float *inv_freq, float *c, float *s);
 
@@ -306,7 +306,7 @@ typedef struct mc_delta_desc {
 int mc_delta_create(mc_engine *e, const mc_delta_desc *d, mc_delta **out, mc_error *err);
 void mc_delta_free(mc_delta *d);
 int mc_delta_forward(mc_delta *d, mc_step *st, float *x, mc_error *err);
-int64_t mc_delta_scratch(const mc_delta_desc *d);
+int64_t mc_delta_scratch(const mc_delta_desc *d, mc_error *err);
 
 /* ---- mixture of experts ---------------------------------------------------------------------- */
 
@@ -323,11 +323,11 @@ int mc_store_create(mc_engine *e, int32_t n_layer, int32_t n_expert, int32_t top
 void mc_store_free(mc_store *s);
 /* Memory of one slab that can hold any of the experts: the block-aligned superset of their ranges
  * and of scales beside or between them, which are read with them; *scale_bytes: of all other scales
- * of the n, which are resident, each aligned to 128. Pure. */
-int64_t mc_expert_slab(const mc_expert *experts, int64_t n, int64_t *scale_bytes);
+ * of the n, which are resident, each aligned to 128. Pure; MC_EFORMAT: no such experts. */
+int64_t mc_expert_slab(const mc_expert *experts, int64_t n, int64_t *scale_bytes, mc_error *err);
 /* Memory that each compute thread takes to multiply by weights of a dtype with rows of `cols`; the
  * most that any weight needs counts. Pure; MC_EINVAL: no such dtype or size. */
-int64_t mc_thread_bytes(int32_t dtype, int64_t cols);
+int64_t mc_thread_bytes(int32_t dtype, int64_t cols, mc_error *err);
 /* slots: experts the cache may hold: in all, or per layer for MC_POLICY_LAYER_LRU. ahead: slabs for
  * experts that the router of the next layer names beforehand (0: no reading ahead; more than 0: the
  * store tries it now and then and does it while it pays). Allocates slots + transit slabs
@@ -335,7 +335,8 @@ int64_t mc_thread_bytes(int32_t dtype, int64_t cols);
  * memory now and needs one for each expert. Under the hard floor (top_k slots, or 1 per layer):
  * MC_EBUDGET. MC_IO_AUTO measures now. */
 int mc_store_open(mc_store *s, int64_t slots, int32_t ahead, mc_error *err);
-/* Changes the capacity of an open store, down to the floor and up to what it was opened with. */
+/* Changes the capacity of an open store, down to the floor and up to what it was opened with. While
+ * a layer is being computed it waits for its end. */
 int mc_store_resize(mc_store *s, int64_t slots, mc_error *err);
 
 typedef struct mc_moe_desc {
@@ -360,7 +361,7 @@ void mc_moe_free(mc_moe *m);
  * routing. routed: NULL, or room for (n_tok, top_k) expert ids, best first. */
 int mc_moe_forward(mc_moe *m, mc_step *st, float *x, const int32_t *forced, int32_t *routed,
                    mc_error *err);
-int64_t mc_moe_scratch(const mc_moe_desc *d);
+int64_t mc_moe_scratch(const mc_moe_desc *d, mc_error *err);
 
 /* ---- cache policy on a trace, no model ------------------------------------------------------- */
 

@@ -55,7 +55,7 @@ struct mci_policy {
     mci_mem *mem;
     int64_t bytes, slots, items, held;
     int32_t kind, n_layer, n_expert, n_group;
-    int64_t clock, tokens;
+    int64_t clock, tokens;    /* tokens: not of auto */
     uint64_t *major, *minor;  /* (items) key, smaller leaves first */
     int32_t *pos;             /* (items) place in its group's heap, OUT or PARKED */
     int32_t *heap;            /* (items) group g owns [g * items / n_group, ...) */
@@ -96,12 +96,6 @@ static bool table_bytes(int kind, int32_t n_layer, int32_t n_expert, int64_t *by
     if (kind == MC_POLICY_AUTO)
         *bytes += mci_forecast_bytes(n_layer, n_expert) + n_layer * (int64_t)sizeof(uint64_t);
     return true;
-}
-
-int64_t mci_policy_bytes(int kind, int32_t n_layer, int32_t n_expert, int64_t slots) {
-    int64_t bytes;
-    (void)slots; /* every item is counted, held or not */
-    return table_bytes(kind, n_layer, n_expert, &bytes) ? bytes : MC_EINVAL;
 }
 
 int mci_policy_create(mci_mem *mem, int kind, int32_t n_layer, int32_t n_expert, int64_t slots,
@@ -357,6 +351,7 @@ void mci_policy_line(mci_policy *p, int32_t layer, const int32_t *ids, int32_t n
 void mci_policy_token(mci_policy *p) {
     if (p->kind == MC_POLICY_AUTO) {
         auto_token(p);
+        return;
     }
     int64_t t = p->tokens++;
     if (p->kind != MC_POLICY_LFU || t == 0 || t % HALF_LIFE) return;

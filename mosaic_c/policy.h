@@ -26,7 +26,6 @@ typedef struct mci_touch {
 int mci_policy_create(mci_mem *mem, int kind, int32_t n_layer, int32_t n_expert, int64_t slots,
                       mci_policy **out, mc_error *err);
 void mci_policy_free(mci_policy *p);
-int64_t mci_policy_bytes(int kind, int32_t n_layer, int32_t n_expert, int64_t slots);
 const char *mci_policy_name(int kind); /* "lfu"; NULL: no such kind */
 
 /* Touches the n distinct experts of a line in order; out[i] tells what each did. An item admitted

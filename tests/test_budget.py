@@ -9,9 +9,10 @@ import pytest
 from conftest import VECTORS, open_small
 
 import mosaic_c
-from mosaic_c import MosaicError, UsageError, budget, guard, opening, synth
+from mosaic_c import MosaicError, UsageError, blocks, budget, engine_pure, guard, opening, synth
 from mosaic_c.limits import read_limits
 from mosaic_c.opening import plan_model
+from mosaic_c.plan import Attention
 
 HYBRID = "qwen35_fp8"
 
@@ -163,3 +164,32 @@ with mosaic_c.open({str(VECTORS / HYBRID)!r}, ram={ram!r}, threads=2) as m:
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     peak, limit = map(int, out.stdout.split())
     assert peak <= limit
+
+
+def test_a_refused_shape_says_what_is_wrong():
+    """Each by its own reason, in the engine's words."""
+    plan = plan_model(VECTORS / HYBRID, ram="1G", threads=2)[0].plan
+    moe = blocks.moe(plan.layers[0].moe, 0, plan.hidden, 8, blocks.nowhere)
+    attention = next(x.mixer for x in plan.layers if isinstance(x.mixer, Attention))
+    delta = next(x.mixer for x in plan.layers if not isinstance(x.mixer, Attention))
+    attn = blocks.attention(attention, 0, plan.hidden, 64, 8, blocks.nowhere)
+    delta = blocks.delta(delta, 0, plan.hidden, 8, blocks.nowhere)
+    state = dict(n_attn=1, n_kv_head=1, head_dim=8, ctx=64)
+    for reason, size in (
+        (
+            r"threads: expected 1\.\.256, got 257",
+            lambda: engine_pure.scratch_bytes("attn", attn, 257),
+        ),
+        ("attention: ctx", lambda: engine_pure.scratch_bytes("attn", attn | {"ctx": 0}, 1)),
+        (
+            "delta rule: conv kernel",
+            lambda: engine_pure.scratch_bytes("delta", delta | {"conv_kernel": 17}, 1),
+        ),
+        ("moe: top-k", lambda: engine_pure.scratch_bytes("moe", moe | {"top_k": 1000}, 1)),
+        ("moe: expert width", lambda: engine_pure.scratch_bytes("moe", moe | {"width": 0}, 1)),
+        ("state: head_dim", lambda: engine_pure.kv_bytes(state | {"head_dim": 0})),
+        ("rows of 0", lambda: engine_pure.thread_bytes("INT4", 0)),
+    ):
+        with pytest.raises(MosaicError, match=reason) as info:
+            size()
+        assert info.value.code == "EINVAL"

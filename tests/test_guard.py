@@ -1,5 +1,8 @@
 """The memory guard: what is decided on given readings, and what becomes of a model while memory is short."""
 
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -438,21 +441,15 @@ def test_generate_says_it(folder, monkeypatch, capsys):
     assert "1 shrinks for want of memory" in got.err
 
 
-def test_a_busy_cache_is_resized_later(folder, tree, monkeypatch):
+def test_a_resize_waits_for_the_layer(folder):
+    """A cache in use changes its size between two layers: no call is refused, no bit changes."""
+    prompt = list(range(300))
     with open_tiny(folder) as model:
-        squeezed = Squeezed(model, tree)
-        model.session().forward(list(range(200)))
-        resize, calls = model.store.resize, []
-
-        def busy(slots):
-            calls.append(slots)
-            if len(calls) == 1:
-                raise mosaic_c.MosaicError("store: a line is being served", "EBUSY")
-            resize(slots)
-
-        monkeypatch.setattr(model.store, "resize", busy)
-        squeezed.limit = 305 * MIB
-        model.relieve()
-        assert model.slots == model.memory.slots and len(calls) == 1
-        model.relieve()
-        assert model.slots == model.memory.hard == model.stats().slots
+        sessions = [model.session() for _ in range(2)]
+        sizes = itertools.cycle((model.memory.hard, model.slots))
+        want = sessions[0].forward(prompt)
+        with ThreadPoolExecutor(1) as pool:
+            got = pool.submit(sessions[1].forward, prompt)
+            while not got.done():
+                model.store.resize(next(sizes))
+        assert np.array_equal(got.result(), want)

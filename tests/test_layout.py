@@ -32,8 +32,9 @@ LEVELS = [
     {"acts"},
     {"expert", "slabs"},
     {"ahead", "measure"},
+    {"store_parts"},
     {"linear", "kv", "session", "session_file", "store"},
-    {"attn", "delta", "moe", "handles"},
+    {"attn", "delta", "moe", "handles", "store_line"},
 ]
 
 
@@ -57,8 +58,10 @@ def test_c_dependencies_point_one_way(path):
             level(name) == mine and (name == "session" or name.startswith("ops"))
         )
         assert ok, f"{path.name} includes {name}.h"
-    if path.stem != "moe":
+    if path.stem not in ("moe", "store_line"):
         assert "store" not in includes(path)
+    if path.stem not in ("store", "store_line"):
+        assert "store_parts" not in includes(path)
 
 
 @pytest.mark.parametrize("path", BENCH_FILES, ids=lambda p: p.name)

@@ -18,38 +18,27 @@ from mosaic_c.errors import MosaicError
 def scratch_bytes(kind: str, desc: dict[str, Any], threads: int) -> int:
     """Scratch that a block of this description needs."""
     c = ffi.new(f"mc_{kind}_desc *", desc)
-    if kind == "attn":
-        n = lib.mc_attn_scratch(c, threads)
-    else:
-        n = getattr(lib, f"mc_{kind}_scratch")(c)
-    if n < 0:
-        raise MosaicError(f"{kind}: the engine cannot run a block of this shape", "EINVAL")
-    return n
+    more = (threads,) if kind == "attn" else ()
+    return call(getattr(lib, f"mc_{kind}_scratch"), c, *more)
 
 
 def kv_bytes(desc: dict[str, Any]) -> tuple[int, int]:
     """(page pool, one session's state) in bytes."""
     c = ffi.new("mc_kv_desc *", desc)
-    pool, state = lib.mc_kv_pool_bytes(c), lib.mc_kv_session_bytes(c)
-    if pool < 0 or state < 0:
-        raise MosaicError(f"state of a sequence: impossible shape {desc}", "EINVAL")
-    return pool, state
+    return call(lib.mc_kv_pool_bytes, c), call(lib.mc_kv_session_bytes, c)
 
 
 def expert_slab(experts: np.ndarray) -> tuple[int, int]:
     """(one slab, resident scales of all) in bytes, for an (n, 3) array laid out as mc_tensor."""
     scale = ffi.new("int64_t *")
-    n = lib.mc_expert_slab(
-        ffi.cast("mc_expert *", ffi.from_buffer(experts)), experts.shape[0], scale
-    )
-    if n < 0:
-        raise MosaicError("experts: impossible shapes or offsets", "EFORMAT")
+    pointer = ffi.cast("mc_expert *", ffi.from_buffer(experts))
+    n = call(lib.mc_expert_slab, pointer, experts.shape[0], scale)
     return n, scale[0]
 
 
 def thread_bytes(dtype: str, cols: int) -> int:
     """Memory that each compute thread takes for weights of this dtype with rows of `cols`."""
-    return lib.mc_thread_bytes(DTYPES[dtype], cols)
+    return call(lib.mc_thread_bytes, DTYPES[dtype], cols)
 
 
 def crc32c(data: Any, crc: int = 0) -> int:

@@ -21,13 +21,13 @@ from pathlib import Path
 from mosaic_c.limits import Bound, format_size, memory_groups, read_bounds, read_process
 
 EVERY = 0.1  # seconds between two readings
-SHARE = 700  # a reading takes at most one part in SHARE of the time
+SHARE = 700  # a reading takes at most one part in SHARE of the time, or comes once a STEP
 REGROUP = 5.0  # seconds after which control groups are looked for again
 GIB = 1 << 30
 
 QUIET = 2.0  # seconds without pressure before the cache grows
 OVER = 30.0  # ... and, at its full size, before an episode is over
-STEP = 1.0  # seconds between two steps of growth, or two counts of page faults
+STEP = 1.0  # seconds between two steps of growth, or two counts of page faults, and at most between readings
 RECENT = 10.0  # seconds after which an earlier look says nothing of how others grow
 FAULTS = 50  # major faults a second: fewer cost a few percent at most
 BUDGET = "the memory budget"

@@ -322,7 +322,8 @@ class Model:
 
     def relieve(self) -> None:
         """Looks at memory: where it is short the expert cache shrinks, and later grows back. Forward calls do
-        so by themselves; a program that waits long between them may."""
+        so by themselves; a program that waits long between them may. While another thread computes a layer the
+        cache keeps its size, so the call waits for that layer."""
         reading = self.watch.read()
         # whoever holds the lock makes or ends a session: not worth waiting for
         if reading is None or self.store is None or not self._lock.acquire(blocking=False):
@@ -349,12 +350,8 @@ class Model:
         slots = min(self._most(), self.guard.allowed)
         if slots == self.slots:
             return
-        try:
-            self.store.resize(slots)
-            self.slots = slots
-        except MosaicError as error:
-            if error.code != "EBUSY":  # a layer is being computed: soon again
-                raise
+        self.store.resize(slots)
+        self.slots = slots
 
     def _most(self) -> int:
         """Slots that sessions leave the cache."""

@@ -1,6 +1,8 @@
 /* test_concurrent.c - sessions used from several threads at once while another cancels now and
- * then: the bits of a quiet run, and nothing for the thread sanitizer to find. */
+ * then: the bits of a quiet run, and nothing for the thread sanitizer to find. Threads that end and
+ * children that are forked while reads are on their way: the same bits. */
 #include <pthread.h>
+#include <sys/wait.h>
 
 #include "blocks.h"
 
@@ -136,6 +138,71 @@ static void check_last_free(const model *m) {
     }
 }
 
+/* ---- a thread for each block ---- */
+
+typedef struct turn {
+    const world *w;
+    int block, rc;
+    float x[H];
+    mc_error err;
+} turn;
+
+static void *take_turn(void *arg) {
+    turn *t = arg;
+    t->rc = block_forward(t->w, t->w->st, t->block, t->x, NULL, &t->err);
+    return NULL;
+}
+
+/* The parent's reads and its ring are no business of a child, whatever that does before it ends. */
+static void fork_once(const world *w, bool close) {
+    pid_t pid = fork();
+    if (pid == 0) {
+        world mine = *w;
+        alarm(20);
+        if (close) close_world(&mine);
+        _exit(0);
+    }
+    int status = -1;
+    CHECK(pid > 0 && waitpid(pid, &status, 0) == pid && status == 0, "a child ended with %d",
+          status);
+}
+
+/* A thread computes one block and ends; reads ahead that it began are on their way then, and the
+ * kernel may give up those of a ring. The next one goes on. */
+static void check_turns(const model *m, int io) {
+    enum { TOKENS = 16 }; /* with both sessions the first trial of reading ahead */
+    setting set = PLAIN;
+    set.io = io;
+    set.ahead = TOP_K;
+    world w = open_world(m, set);
+    mc_session *a = new_session(&w), *b = new_session(&w);
+    int64_t one = 1;
+    mc_error err = {0};
+    mc_stats st;
+    turn t = {.w = &w};
+    for (int i = 0; i < TOKENS; i++) {
+        float want[H];
+        OK(run(&w, w.st, a, 1, 1, 1, want, &err));
+        embed(1, i, 1, t.x);
+        OK(mc_step_begin(w.st, &b, 1, &err));
+        OK(mc_step_chunk(w.st, &one, &err));
+        for (t.block = 0; t.block < N_BLOCK; t.block++) {
+            pthread_t id;
+            pthread_create(&id, NULL, take_turn, &t);
+            pthread_join(id, NULL);
+            CHECK(t.rc == MC_OK, "%s", t.err.message);
+            if (t.block == 1) fork_once(&w, i % 4 > 1); /* where reads ahead begin */
+        }
+        OK(mc_step_commit(w.st, &err));
+        CHECK(same_bits(want, t.x, H), "mode %d, token %d", io, i);
+    }
+    OK(mc_engine_stats(w.e, &st, &err));
+    CHECK(st.ahead_reads > 0, "nothing was read ahead");
+    mc_session_free(a);
+    mc_session_free(b);
+    close_world(&w);
+}
+
 int main(int argc, char **argv) {
     char dir[4096];
     make_dir(argc, argv, dir, sizeof dir);
@@ -144,6 +211,11 @@ int main(int argc, char **argv) {
     check_threads(m, dir, 1);
     check_threads(m, dir, 2);
     check_last_free(m);
+    check_turns(m, MC_IO_DIRECT);
+    if (mc_io_mode(MC_IO_URING, NULL) == MC_OK)
+        check_turns(m, MC_IO_URING);
+    else
+        printf("note: no io_uring here; it is not checked\n");
     free_model(m);
     CHECK(rmdir(dir) == 0, "files left behind");
     return test_end();

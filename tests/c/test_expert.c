@@ -45,22 +45,23 @@ static void check_slab(void) {
                  {EXPERT(0, 0, 0, M + BLOCK, 0, 2 * M + BLOCK), 3 * M}, /* a whole block between */
                  {EXPERT(0, 0, 0, M + 1, 0, 2 * M + 1), 3 * M + BLOCK}};
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
-        int64_t slab = mc_expert_slab(&known[i].x, 1, &scales);
+        int64_t slab = mc_expert_slab(&known[i].x, 1, &scales, NULL);
         CHECK(slab == known[i].slab && scales == 384, "case %zu: slab %lld, expected %lld", i,
               (long long)slab, (long long)known[i].slab);
     }
     mc_expert two[2] = {known[0].x, known[5].x};
-    CHECK(mc_expert_slab(two, 2, &scales) == known[5].slab && scales == 768, "the largest counts");
+    CHECK(mc_expert_slab(two, 2, &scales, NULL) == known[5].slab && scales == 768,
+          "the largest counts");
     two[1].gate = tensor(0, 0, 1, 10, MC_F32);
-    CHECK(mc_expert_slab(two, 2, NULL) > 0, "shapes may differ");
+    CHECK(mc_expert_slab(two, 2, NULL, NULL) > 0, "shapes may differ");
     two[1].gate.rows = INT64_MAX / 2;
-    CHECK(mc_expert_slab(two, 2, NULL) == MC_EINVAL, "overflow");
+    CHECK(mc_expert_slab(two, 2, NULL, NULL) == MC_EFORMAT, "overflow");
     two[1].gate = tensor(0, INT64_MAX - 5, 1, 10, MC_F32);
-    CHECK(mc_expert_slab(two, 2, NULL) == MC_EINVAL, "overflow of the offset");
+    CHECK(mc_expert_slab(two, 2, NULL, NULL) == MC_EFORMAT, "overflow of the offset");
     two[1].gate = tensor(0, 0, 1, 10, 77);
-    CHECK(mc_expert_slab(two, 2, NULL) == MC_EINVAL, "dtype");
+    CHECK(mc_expert_slab(two, 2, NULL, NULL) == MC_EFORMAT, "dtype");
     two[1].gate = tensor(-1, 0, 1, 10, MC_F32);
-    CHECK(mc_expert_slab(two, 2, NULL) == MC_EINVAL, "absent");
+    CHECK(mc_expert_slab(two, 2, NULL, NULL) == MC_EFORMAT, "absent");
 }
 
 /* Counts calls; only one thread makes them here. */

@@ -336,6 +336,49 @@ static void check_ring_threads(void) {
     if (rc == MC_OK) mci_ring_close(ring);
 }
 
+typedef struct shift {
+    mci_io *io;
+    batch *b;
+    int first;
+    unsigned back; /* reads that came while it was on */
+} shift;
+
+/* Hands over half of the reads, takes what has come by then, and ends. */
+static void *shift_thread(void *p) {
+    shift *s = p;
+    for (int i = s->first; i < N; i += 2) submit(s->io, &s->b->r[i]);
+    for (mci_read *r; (r = mci_io_next(s->io, false));) {
+        CHECK(r->err.code == MC_OK && range_right(s->io, &s->b->t[r->tag], &r->run[0]),
+              "read %d: %s", (int)r->tag, r->err.message);
+        s->back |= 1u << r->tag;
+    }
+    return NULL;
+}
+
+/* Threads that use a ring in turns and end with reads on their way, which the kernel then gives up
+ * or goes on with; a child that is forked meanwhile ends at once. Every read comes back whole, to
+ * whoever asks. */
+static void check_ring_shifts(void) {
+    int32_t file;
+    mci_io *io = open_io(MC_IO_URING, 8, &file);
+    for (int round = 0; round < 60; round++) {
+        batch b;
+        shift s = {.io = io, .b = &b};
+        make_batch(io, &b, file);
+        for (; s.first < 2; s.first++) {
+            pthread_t id;
+            pthread_create(&id, NULL, shift_thread, &s);
+            pthread_join(id, NULL);
+        }
+        pid_t pid = round % 4 ? 0 : fork();
+        if (round % 4 == 0 && pid == 0) _exit(0);
+        CHECK((s.back | collect(io, &b)) == (1u << N) - 1, "round %d", round);
+        if (pid > 0) waitpid(pid, NULL, 0);
+        free_batch(&b);
+    }
+    mci_io_free(io);
+}
+
 /* Freed with reads in the ring: nothing is written into their memory afterwards. */
 static void check_ring_end(void) {
     for (int round = 0; round < 20; round++) {
@@ -570,6 +613,7 @@ int main(int argc, char **argv) {
         check_ring_end();
         check_ring_and_lanes();
         check_ring_threads();
+        check_ring_shifts();
     } else {
         printf("note: no io_uring here; it is not checked\n");
     }

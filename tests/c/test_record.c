@@ -223,11 +223,11 @@ static void check_views(const model *m, int io, int id, bool nan) {
     mc_error err = {0};
     for (int i = 0; i < 2; i++)
         CHECK(open_world(m, i, io, &w[i], &err) == MC_OK, "%s", err.message);
-    int64_t resident = -1, slab = mc_expert_slab(m->x[0][0], E, &resident);
+    int64_t resident = -1, slab = mc_expert_slab(m->x[0][0], E, &resident, NULL);
     CHECK(slab == m->record && resident == 0, "slab %lld of %lld, %lld resident", (long long)slab,
           (long long)m->record, (long long)resident);
     CHECK(w[0].e->mem.now[MC_MEM_WEIGHTS] == 0, "scales stayed");
-    mc_expert_slab(m->x[1][0], E, &resident);
+    mc_expert_slab(m->x[1][0], E, &resident, NULL);
     CHECK(w[1].e->mem.now[MC_MEM_WEIGHTS] == L * resident, "scales apart are resident");
     for (int l = 0; l < L; l++)
         for (int e = 0; e < E; e++) {
@@ -408,18 +408,21 @@ static void check_beside(void) {
                                    .scale_offset = 7 + (1 << 20) + k * ((1 << 20) + 256),
                                    .block_rows = 128,
                                    .block_cols = 128};
-    CHECK(mc_expert_slab(&x, 1, &scales) == (3 << 20) + BLOCK && scales == 0, "in between");
+    CHECK(mc_expert_slab(&x, 1, &scales, NULL) == (3 << 20) + BLOCK && scales == 0, "in between");
     x.gate.scale_offset = (4 << 20); /* behind a whole block */
-    CHECK(mc_expert_slab(&x, 1, &scales) == (3 << 20) + BLOCK && scales == 256, "one apart");
+    CHECK(mc_expert_slab(&x, 1, &scales, NULL) == (3 << 20) + BLOCK && scales == 256, "one apart");
     x.gate.scale_offset = 7 + 3 * ((1 << 20) + 256);
     x.gate.scale_file = 1;
-    CHECK(mc_expert_slab(&x, 1, &scales) == (3 << 20) + BLOCK && scales == 256, "another file");
+    CHECK(mc_expert_slab(&x, 1, &scales, NULL) == (3 << 20) + BLOCK && scales == 256,
+          "another file");
     x.gate.scale_file = 0;
-    CHECK(mc_expert_slab(&x, 1, &scales) == (3 << 20) + BLOCK && scales == 0, "behind all");
+    CHECK(mc_expert_slab(&x, 1, &scales, NULL) == (3 << 20) + BLOCK && scales == 0, "behind all");
     x.gate.scale_offset = INT64_MAX - 100;
-    CHECK(mc_expert_slab(&x, 1, &scales) == MC_EINVAL, "overflow");
-    CHECK(mc_thread_bytes(MC_BF16, 512) == 0 && mc_thread_bytes(MC_INT4, 512) >= 32 * 512 &&
-              mc_thread_bytes(99, 1) == MC_EINVAL && mc_thread_bytes(MC_INT4, 0) == MC_EINVAL,
+    CHECK(mc_expert_slab(&x, 1, &scales, NULL) == MC_EFORMAT, "overflow");
+    CHECK(mc_thread_bytes(MC_BF16, 512, NULL) == 0 &&
+              mc_thread_bytes(MC_INT4, 512, NULL) >= 32 * 512 &&
+              mc_thread_bytes(99, 1, NULL) == MC_EINVAL &&
+              mc_thread_bytes(MC_INT4, 0, NULL) == MC_EINVAL,
           "memory of threads");
 }
 

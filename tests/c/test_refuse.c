@@ -397,13 +397,14 @@ static void check_kv_shapes(const model *m) {
             if (i == 11) d.pages = worse[k];
             CHECK(mc_kv_create(w.e, &d, &kv, &err) == MC_EINVAL && !kv && err.message[0],
                   "field %d, value %d", i, k);
-            CHECK(mc_kv_pool_bytes(&d) < 0 && mc_kv_session_bytes(&d) < 0, "field %d", i);
+            CHECK(mc_kv_pool_bytes(&d, NULL) < 0 && mc_kv_session_bytes(&d, NULL) < 0, "field %d",
+                  i);
         }
     most.n_attn = most.n_kv_head = most.head_dim = most.n_v_head = most.dk = most.dv = 4096;
     most.n_delta = 4096, most.conv_dim = 1 << 24, most.conv_kernel = 16;
     most.pages = most.ctx = 1ll << 31; /* each at its limit: the pool alone is 2^77 bytes */
     CHECK(mc_kv_create(w.e, &most, &kv, &err) == MC_EINVAL && !kv, "%s", err.message);
-    CHECK(mc_kv_pool_bytes(&most) < 0, "pool bytes");
+    CHECK(mc_kv_pool_bytes(&most, NULL) < 0, "pool bytes");
     w.e->mem.budget = w.e->mem.total + (1 << 20);
     most.pages = 64;
     CHECK(mc_kv_create(w.e, &most, &kv, &err) == MC_EBUDGET && !kv, "%s", err.message);
@@ -471,9 +472,9 @@ static void check_rest(const model *m) {
     mc_expert x = m->expert[0][0];
     int64_t scales;
     x.up.rows = 1ll << 60;
-    CHECK(mc_expert_slab(&x, 1, &scales) < 0, "slab");
+    CHECK(mc_expert_slab(&x, 1, &scales, NULL) < 0, "slab");
     x = m->expert[0][0], x.down.offset = INT64_MAX;
-    CHECK(mc_expert_slab(&x, 1, &scales) < 0, "slab");
+    CHECK(mc_expert_slab(&x, 1, &scales, NULL) < 0, "slab");
     CHECK(mc_rope_table(1e4, 3, 0, f, f, f) < 0 && mc_rope_table(1e4, 0, 0, f, f, f) < 0 &&
               mc_rope_table(1e4, 4, -1, f, f, f) < 0 && mc_rope_table(NAN, 4, 0, f, f, f) < 0,
           "rope");

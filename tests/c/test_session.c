@@ -34,7 +34,8 @@ static bool pool_at_rest(const world *w) {
     for (int64_t i = 0; i < w->kv->n_page; i++)
         if (w->kv->page_refs[i]) return false;
     mc_kv_desc k = kv_desc(w->set);
-    return w->kv->n_free == w->kv->n_page && w->e->mem.now[MC_MEM_STATE] == mc_kv_pool_bytes(&k);
+    return w->kv->n_free == w->kv->n_page &&
+           w->e->mem.now[MC_MEM_STATE] == mc_kv_pool_bytes(&k, NULL);
 }
 
 /* ---- misuse ---- */

@@ -218,8 +218,8 @@ static void check_mapped(void) {
     mc_engine *e = new_engine(MC_IO_MMAP, 0);
     mc_store *s = bound_store(e);
     mc_stats st;
-    int64_t before = e->mem.now[MC_MEM_CACHE], slab = mc_expert_slab(expert[0], E, NULL);
-    slab = MCI_MAX(slab, mc_expert_slab(expert[1], E, NULL));
+    int64_t before = e->mem.now[MC_MEM_CACHE], slab = mc_expert_slab(expert[0], E, NULL, NULL);
+    slab = MCI_MAX(slab, mc_expert_slab(expert[1], E, NULL, NULL));
     CHECK(mc_store_open(s, L * E - 1, 0, &err) == MC_EBUDGET &&
               strstr(err.message, "mmap holds all 48 experts, 47 slots given"),
           "%s", err.message);
