@@ -3,13 +3,10 @@
  *   submit --> queue ----> a lane: pages, pread, scan -----> finished --> next
  *         \-> waiting ---> ring: the kernel, then the caller -^
  *
- * The ring has no thread: the caller's hands it reads and collects them. Where computing threads
- * own every core, waking a thread for a read and another for its end took longer than a third of
- * the read. What the ring cannot take goes to the lanes.
- *
- * One mutex guards the lists, the ring and the counters; lanes hold it only to take and hand back
- * a read. It promises that a range arrives complete or the read carries an error, and that the page
- * cache holds nothing of it afterwards (mmap apart). */
+ * The ring is served by the caller's thread: where all cores compute, a lane waits for one twice a
+ * read, a third of its time. What the ring cannot take goes to the lanes. One mutex guards all;
+ * lanes hold it only to take and hand back a read. A range arrives complete or the read carries an
+ * error, and the page cache holds nothing of it afterwards (mmap apart). */
 #include "io.h"
 
 #include <limits.h>
@@ -182,7 +179,6 @@ static bool ring_begin(mci_io *io, mci_read *r) {
     return r->left == 0;
 }
 
-/* As many as may be under way. */
 static void ring_fill(mci_io *io) {
     for (mci_read *r; io->in_ring < io->active && (r = take(&io->waiting, NULL));) {
         if (ring_begin(io, r))
@@ -248,22 +244,20 @@ static void close_ring(mci_io *io) {
 
 int mci_io_mode(int mode, mc_error *err) {
     mci_ring *ring = NULL;
-    int rc = MC_OK;
     if (mode < MC_IO_AUTO || mode > MC_IO_MMAP)
         return mci_fail(err, MC_EINVAL, 0, "io: unknown mode %d", mode);
-    if (mode == MC_IO_URING && (rc = mci_ring_open(1, &ring, err)) == MC_OK) mci_ring_close(ring);
+    int rc = mode == MC_IO_URING ? mci_ring_open(1, &ring, err) : MC_OK;
+    mci_ring_close(ring);
     return rc;
 }
 
-/* Small reads need more of them to keep a disk busy: 110 KB 2.2 GB/s with 2, 3.1 with 8; 1.5 MB the
- * same with either. */
+/* Small reads need more of them to keep a disk busy. */
 int mci_io_most(int mode, int64_t bytes) {
     if (mode == MC_IO_PREAD || mode == MC_IO_MMAP || bytes < 1) return LANES_BUFFERED;
     return (int)MCI_MAX(LANES_BUFFERED, MCI_MIN(MCI_IO_LANES_MOST, UNDER_WAY / bytes));
 }
 
-/* Under the lock. Threads here take no signals: Ctrl-C belongs to the program's own. Fewer than
- * wanted do as well. */
+/* Under the lock. They take no signals: Ctrl-C is the program's. Fewer than wanted do as well. */
 static int start_threads(mci_io *io, mc_error *err) {
     pthread_attr_t attr;
     sigset_t all, old;
@@ -407,6 +401,12 @@ mci_read *mci_io_withdraw(mci_io *io, mci_read *r) {
     }
     pthread_mutex_unlock(&io->lock);
     return got;
+}
+
+void mci_io_look(mci_io *io) {
+    pthread_mutex_lock(&io->lock);
+    if (io->ring) ring_collect(io);
+    pthread_mutex_unlock(&io->lock);
 }
 
 mci_read *mci_io_next(mci_io *io, bool wait) {

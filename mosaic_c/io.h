@@ -98,6 +98,8 @@ int mci_io_submit(mci_io *io, mci_read *r, mc_error *err);
  * the caller's again, never handed back by mci_io_next, and its error is MC_ECANCEL. NULL: too
  * late. */
 mci_read *mci_io_withdraw(mci_io *io, mci_read *r);
+/* Lets a ring go on while the caller computes: notes what has ended, begins what waits. */
+void mci_io_look(mci_io *io);
 /* A finished read (r->err.code tells how it ended); wait: block until there is one. NULL: none is
  * finished (wait false) or none is outstanding. */
 mci_read *mci_io_next(mci_io *io, bool wait);

@@ -143,6 +143,7 @@ void mci_run_jobs(mc_engine *e, const mci_job *jobs, int n) {
     int64_t chunks = 0;
     for (int i = 0; i < n; i++) chunks += job_chunks(&jobs[i]);
     mci_acts_forget(e);
+    mci_io_look(e->io);
     mci_pool_run(e->pool, jobs_chunk, &c, chunks);
 }
 
