@@ -1,0 +1,496 @@
+"""`convert`: packs of checkpoints, their values by the engine's own decode, kills, damage and refusals."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import VECTORS, open_small
+from helpers_checkpoint import refusal
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mosaic_c import MosaicError, UsageError, convert_check, engine_pure, quantise, synth
+from mosaic_c import convert as conversion
+from mosaic_c.checkpoint import Checkpoint
+from mosaic_c.cli import main
+from mosaic_c.commands.convert import EXPERTS
+from mosaic_c.convert import FORMATS, convert
+from mosaic_c.convert_source import Source
+from mosaic_c.pack import Format
+
+PROMPT = [(37 * i + 5) % 500 for i in range(40)]
+# Of the logits of "tiny" (random weights, which forgive nothing): relative error at most.
+NEAR = {"int4-g64": 0.4, "int4-g32": 0.35, "int4-row": 0.45, "mxfp4": 0.5, "fp8": 0.1}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("sources")
+    for dtype in ("fp8", "bf16"):
+        synth.write(root / dtype, "tiny", dtype=dtype, uniform=True, progress=False)
+    return {dtype: root / dtype for dtype in ("fp8", "bf16")}
+
+
+@pytest.fixture(scope="module")
+def packs(sources, tmp_path_factory) -> dict[tuple[str, str], Path]:
+    root = tmp_path_factory.mktemp("packs")
+    out = {}
+    for dtype, source in sources.items():
+        for name in FORMATS:
+            out[dtype, name] = root / f"{dtype}-{name}"
+            s = convert(source, out[dtype, name], name, verify=True, progress=False)
+            assert (s.format, s.layers, s.experts, s.verified, s.resumed) == (name, 4, 64, 64, 0)
+            assert s.bytes == sum(x.stat().st_size for x in out[dtype, name].iterdir())
+    assert sorted(x.name for x in root.iterdir()) == sorted(x.name for x in out.values())
+    return out
+
+
+def logits(folder: Path, **options: Any) -> np.ndarray:
+    with open_small(folder, **options) as model, model.session() as session:
+        return session.forward(PROMPT)
+
+
+def bits(values: np.ndarray) -> bytes:
+    return values.tobytes()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {x.name: x.read_bytes() for x in folder.iterdir()}
+
+
+# ---- quantisers ----------------------------------------------------------------------------------
+
+
+def round_trip(w: np.ndarray, form: Format) -> tuple[np.ndarray, np.ndarray]:
+    """(codes decoded by the engine, scales of the blocks)."""
+    rows, cols = w.shape
+    codes, scales = quantise.quantise(w, form)
+    assert (len(codes), len(scales)) == (form.nbytes(rows, cols), form.scale_nbytes(rows, cols))
+    wide = len(codes) // rows * (1 if form.dtype == "F8_E4M3" else 2)
+    values = engine_pure.decode(form.dtype, codes, rows * wide).reshape(rows, wide)[:, :cols]
+    scale = engine_pure.decode(form.scale, scales, form.scales(rows, cols))
+    return values, scale.reshape(-(-rows // form.block[0]), -1)
+
+
+def nearest(w: np.ndarray, grid: np.ndarray, each: np.ndarray) -> np.ndarray:
+    """The least distance of w from any value of a grid."""
+    grid = np.unique(np.concatenate((grid, -grid))).astype(np.float64)
+    x = w.astype(np.float64) / each
+    i = np.clip(np.searchsorted(grid, x), 1, len(grid) - 1)
+    return np.minimum(np.abs(x - grid[i - 1]), np.abs(x - grid[i])) * each
+
+
+E4M3 = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+GRIDS = {"INT4": np.arange(8.0), "F4": np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]), "F8_E4M3": E4M3}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(EXPERTS),
+    rows=st.integers(1, 140),
+    cols=st.integers(1, 300),
+    size=st.floats(-30, 4),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_every_value_is_the_nearest_of_its_grid(name, rows, cols, size, seed):
+    form, rng = FORMATS[name], np.random.default_rng(seed)
+    w = (rng.standard_normal((rows, cols)) * 10.0**size).astype(np.float32)
+    w[rng.random(w.shape) < 0.1] = 0
+    w[: rows // 3] *= np.float32(1e-6)
+    codes, scale = round_trip(w, form)
+    each = np.broadcast_to(quantise.spread(scale, form.block, rows, cols), w.shape).astype(
+        np.float64
+    )
+    got = codes.astype(np.float64) * each
+    assert (np.abs(got - w) <= quantise.rounding(w, codes, scale, form)).all()
+    some = each > (1e-30 if form.scale == "F32" else 0)
+    best = nearest(w, GRIDS[form.dtype], np.where(each > 0, each, 1))
+    assert (np.abs(got - w)[some] <= (best + 1e-6 * np.abs(w))[some]).all()
+    assert (got[each == 0] == 0).all() and (got[w == 0] == 0).all()
+    top = quantise.absmax(w, form.block)
+    full = {"INT4": 7, "F8_E4M3": 448}.get(form.dtype)
+    if full and form.scale == "F32":
+        assert np.allclose(scale * np.float32(full), top, rtol=1e-6, atol=1e-42)
+    elif form.dtype == "F4":
+        usable = (top > 1e-30) & (scale > 0)
+        assert (4 * scale <= top)[usable].all() and (top < 8 * scale)[usable].all()
+
+
+def test_mxfp4_by_hand():
+    """OCP MX: ties to the even code, saturation above 6, the exponent of the largest less two."""
+    row = np.array(
+        [4, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 5.01, 7.9, -0.3, -7, 0.26, 0], np.float32
+    )
+    w = np.stack([row, row * np.float32(2.0**-20), np.zeros(14, np.float32)])
+    codes, scale = round_trip(w, FORMATS["mxfp4"])
+    want = [4, 0, 1, 1, 2, 2, 4, 4, 6, 6, -0.5, -6, 0.5, 0]
+    assert codes[0].tolist() == codes[1].tolist() == want and not codes[2].any()
+    assert scale[:2, 0].tolist() == [1, 2.0**-20]
+
+
+def test_e4m3_of_every_half_way():
+    """Against ml_dtypes, which rounds ties to even too."""
+    known = np.concatenate((E4M3, (E4M3[1:] + E4M3[:-1]) / 2)).astype(np.float32)
+    x = np.concatenate(
+        (known, np.nextafter(known, np.float32(0)), np.nextafter(known, np.float32(448)))
+    )
+    x = np.minimum(np.concatenate((x, -x)), 448)
+    want = x.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    assert quantise._to_e4m3(x).tolist() == want.tolist()
+    assert quantise._to_e4m3(np.float32([1e9, -np.inf])).tolist() == [0x7E, 0xFE]
+    assert np.array_equal(quantise.E4M3[:127], E4M3)
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_what_no_format_holds(name):
+    for bad in (np.nan, np.inf, -np.inf):
+        w = np.ones((3, 40), np.float32)
+        w[1, 33] = bad
+        refusal(lambda w=w: quantise.quantise(w, FORMATS[name]), "NaN or infinite", code="EFORMAT")
+    if FORMATS[name].scale == "F16":
+        refusal(
+            lambda: quantise.quantise(np.full((1, 5), 1e6, np.float32), FORMATS[name]),
+            "too large for F16",
+        )
+
+
+def test_int4_by_row_of_normal_values():
+    """The error that design.md names for normal data: 11.7 % of the values' RMS on 32x128."""
+    w = np.random.default_rng(1).standard_normal((32, 128)).astype(np.float32)
+    codes, scale = round_trip(w, FORMATS["int4-row"])
+    error = np.sqrt(np.mean((codes * scale - w) ** 2) / np.mean(w**2))
+    assert 0.10 < error < 0.13
+
+
+# ---- packs ---------------------------------------------------------------------------------------
+
+
+def test_the_command_and_the_module_name_the_same_formats():
+    assert set(EXPERTS) == set(FORMATS)
+
+
+def test_logits_are_near_the_sources(sources, packs):
+    want = {dtype: logits(folder) for dtype, folder in sources.items()}
+    for (dtype, name), folder in packs.items():
+        got = logits(folder, slots=9, io="pread")
+        assert bits(got) == bits(logits(folder, isa="scalar"))
+        if (dtype, name) == ("fp8", "fp8"):
+            assert bits(got) == bits(want[dtype])
+            continue
+        error = np.sqrt(np.mean((got - want[dtype]) ** 2) / np.mean(want[dtype] ** 2))
+        assert 0 < error < NEAR[name], (dtype, name, error)
+
+
+@pytest.mark.parametrize("name", ["int4-g64", "mxfp4"])
+def test_generates(packs, name, capsys):
+    args = [
+        "generate",
+        "hello",
+        "-m",
+        str(packs["bf16", name]),
+        "-n",
+        "4",
+        "--temp",
+        "0",
+        "--ram",
+        "400M",
+    ]
+    assert main(args) == 0 and capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model", sorted(x.parent.name for x in VECTORS.glob("*/config.json")))
+@pytest.mark.parametrize("name", ["int4-g32", "fp8"])
+def test_every_family_and_layout(model, name, tmp_path):
+    """Fused and one by one, tied, F16 and F32, several shards, partial blocks."""
+    s = convert(VECTORS / model, tmp_path / "p", name, verify=True, progress=False, threads=3)
+    assert s.verified == s.experts > 0
+    made, source = Checkpoint.open(tmp_path / "p"), Checkpoint.open(VECTORS / model)
+    assert made.config == source.config and made.generation_config == source.generation_config
+    assert np.isfinite(logits_of(tmp_path / "p")).all()
+    if name == "fp8" and source.plan.weight_block:
+        assert bits(logits_of(tmp_path / "p")) == bits(logits_of(VECTORS / model))
+
+
+def logits_of(folder: Path) -> np.ndarray:
+    with open_small(folder) as model, model.session() as session:
+        return session.forward([1, 2, 3, 4, 5])
+
+
+def test_everything_else_stays_as_it_is(sources, packs):
+    for (dtype, _), folder in packs.items():
+        a, b = Checkpoint.open(sources[dtype]), Checkpoint.open(folder)
+        assert set(b.tensors) == {x for x in a.tensors if ".experts." not in x}
+        for name, info in b.tensors.items():
+            raw = [
+                x.files[x.tensors[name].file].read_bytes()[x.tensors[name].offset :][: info.nbytes]
+                for x in (a, b)
+            ]
+            assert raw[0] == raw[1], name
+        for name in ("config.json", "tokenizer.json", "README.md"):
+            assert (folder / name).read_bytes() == (sources[dtype] / name).read_bytes()
+
+
+def test_the_hash_is_that_of_sha256sum(sources, packs):
+    out = subprocess.run(
+        "sha256sum config.json *.safetensors | sha256sum", shell=True, cwd=sources["fp8"], check=True,
+        capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    m = json.loads((packs["fp8", "mxfp4"] / "mosaic.json").read_text())
+    assert m["source"] == {"sha256": out.split()[0], "synthetic": True}
+
+
+def test_bytes_do_not_depend_on_threads_and_files_may_be_many(sources, packs, tmp_path):
+    source, want = sources["bf16"], packs["bf16", "int4-g64"]
+    convert(source, tmp_path / "a", "int4-g64", progress=False, threads=5)
+    assert contents(tmp_path / "a") == contents(want)
+    convert(source, tmp_path / "b", "int4-g64", verify=True, progress=False, file_bytes=300_000)
+    assert [x.name for x in sorted((tmp_path / "b").glob("*.bin"))] == [
+        "experts-00001.bin",
+        "experts-00002.bin",
+    ]
+    assert bits(logits(tmp_path / "b")) == bits(logits(want))
+
+
+def test_scales_that_differ_among_experts(sources, tmp_path):
+    """FP8 codes stay; scales of two dtypes in one layer become float32, which holds both exactly."""
+    with Source(sources["fp8"]) as source:
+        assert source.is_fp8(0, 1)
+        source.experts[0]["scale_dtype"][3, 1] = 0  # F32
+        assert not source.is_fp8(0, 1) and source.is_fp8(0, 0)
+        x = conversion.plan(source, FORMATS["fp8"], "", 1 << 30).layers[0]
+        assert [f.scale for f in x.formats] == ["BF16", "F32", "BF16"]
+        raw, _ = conversion.record(source, x, 0, 2)
+        assert not convert_check.difference(source, x, bytes(raw), 0, 2, 1)
+
+
+# ---- kills ---------------------------------------------------------------------------------------
+
+KILL = """
+import os, signal, sys
+from mosaic_c import convert
+what, count = sys.argv[4], int(sys.argv[5])
+old = getattr(convert, what)
+def new(*args):
+    global count
+    count -= 1
+    if count < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return old(*args)
+setattr(convert, what, new)
+convert.convert(sys.argv[1], sys.argv[2], sys.argv[3], progress=False, threads=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "count"),
+    [("_note", 0), ("_note", 1), ("_note", 3), ("record", 5), ("record", 40), ("_whole", 2), ("_sync", 0),
+     ("_sync", 1)],
+)  # fmt: skip
+def test_a_kill_and_the_same_command_again(sources, packs, tmp_path, what, count):
+    dst = tmp_path / "p"
+    args = [str(sources["bf16"]), str(dst), "int4-g64", what, str(count)]
+    done = subprocess.run([sys.executable, "-c", KILL, *args], capture_output=True)
+    assert done.returncode == -9, done.stderr
+    if (what, count) == ("_sync", 1):  # killed after the rename
+        assert contents(dst) == contents(packs["bf16", "int4-g64"])
+        return
+    assert not dst.exists() and (tmp_path / "p.partial").is_dir()
+    journal = tmp_path / "p.partial" / "journal"
+    with journal.open("ab") as f:
+        f.write(b'{"layer": 3, "crc')  # a line that the kill cut
+    s = convert(sources["bf16"], dst, "int4-g64", progress=False)
+    assert (s.resumed > 0) == ((what, count) not in (("_note", 0), ("_note", 1)))
+    assert contents(dst) == contents(packs["bf16", "int4-g64"])
+    assert [x.name for x in tmp_path.iterdir()] == ["p"]
+
+
+def test_what_was_begun_is_of_one_source_and_format(sources, tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    dst = tmp_path / "p"
+    with monkeypatch.context() as m:
+        m.setattr(conversion, "_whole", full)
+        refusal(
+            lambda: convert(sources["bf16"], dst, "mxfp4", progress=False),
+            "cannot write",
+            "No space",
+            code="EIO",
+        )
+    for source, name in (("fp8", "mxfp4"), ("bf16", "fp8")):
+        refusal(
+            lambda s=source, n=name: convert(sources[s], dst, n, progress=False),
+            "p.partial is of another conversion", "remove it", code="EEXIST",
+        )  # fmt: skip
+    (tmp_path / "p.partial" / "pack" / "odd").write_text("")
+    refusal(
+        lambda: convert(sources["bf16"], dst, "mxfp4", progress=False),
+        "odd: not a file of this pack",
+    )
+    (tmp_path / "p.partial" / "pack" / "odd").unlink()
+    assert convert(sources["bf16"], dst, "mxfp4", verify=True, progress=False).resumed > 0
+
+
+def test_two_at_once(sources, tmp_path):
+    import fcntl
+
+    (tmp_path / "p.partial").mkdir()
+    with open(tmp_path / "p.partial" / "journal", "wb") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        refusal(
+            lambda: convert(sources["fp8"], tmp_path / "p", "fp8", progress=False),
+            "another convert is writing it",
+        )
+    convert(sources["fp8"], tmp_path / "p", "fp8", progress=False)
+
+
+# ---- damage --------------------------------------------------------------------------------------
+
+
+def test_a_byte_that_flips_names_its_expert(sources, packs, tmp_path):
+    folder = Path(shutil.copytree(packs["bf16", "int4-g64"], tmp_path / "p"))
+    path, rng = folder / "experts-00001.bin", np.random.default_rng(3)
+    data, size = (
+        path.read_bytes(),
+        json.loads((folder / "mosaic.json").read_text())["layers"][0]["record_bytes"],
+    )
+    for at in (0, len(data) - 1, *rng.integers(0, len(data), 12).tolist()):
+        bad = bytearray(data)
+        bad[at] ^= 1 << at % 8
+        path.write_bytes(bad)
+        layer, expert = divmod(at // size, 16)
+        refusal(
+            lambda: convert(sources["bf16"], folder, None, verify=True, progress=False),
+            str(path), f"layer {layer}, expert {expert}: its record", "expected CRC-32C", code="EFORMAT",
+        )  # fmt: skip
+        with (
+            open_small(folder) as model,
+            pytest.raises(MosaicError, match=f"layer {layer}, expert {expert}: its rec"),
+        ):
+            model.session().forward([(37 * i + 5) % 500 for i in range(200)])
+    path.write_bytes(data)
+    assert convert(sources["bf16"], folder, None, verify=True, progress=False).verified == 64
+
+
+def test_values_that_differ_under_a_good_crc(sources, packs, tmp_path):
+    """Verify compares values, not only CRCs: an expert of another format's rounding, a tensor that changed."""
+    folder = Path(shutil.copytree(packs["bf16", "int4-g64"], tmp_path / "p"))
+    path, m = folder / "experts-00001.bin", json.loads((folder / "mosaic.json").read_text())
+    x, data = m["layers"][1], bytearray(path.read_bytes())
+    at, size = x["offset"] + 7 * x["record_bytes"], x["record_bytes"]
+    data[at + 5] ^= 0x40
+    path.write_bytes(data)
+    crc = conversion.record_crc(1, 7, bytes(data[at : at + size]))
+    x["crc32c"] = x["crc32c"][:56] + f"{crc:08x}" + x["crc32c"][64:]
+    (folder / "mosaic.json").write_text(json.dumps(m))
+    again = lambda: convert(sources["bf16"], folder, None, verify=True, progress=False)  # noqa: E731
+    refusal(
+        again,
+        "layer 1, expert 7: its record: gate has",
+        "at row 0, column 11",
+        "more than int4-g64 rounds",
+    )
+    shard = folder / "model.safetensors"
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 1
+    shard.write_bytes(raw)
+    refusal(again, "model.safetensors: tensor", "differs from the source's", code="EFORMAT")
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def test_places_that_are_refused(sources, packs, tmp_path):
+    bf16, pack = sources["bf16"], packs["bf16", "mxfp4"]
+    run = lambda src, dst, name="mxfp4", **o: lambda: convert(src, dst, name, progress=False, **o)  # noqa: E731
+    os.symlink(bf16, tmp_path / "link")
+    refusal(run(bf16, bf16), "is the source itself", code="EINVAL")
+    refusal(run(bf16, tmp_path / "link", verify=True), "is the source itself", code="EINVAL")
+    refusal(run(tmp_path / "link", bf16 / "p"), "lies in the source", code="EINVAL")
+    (tmp_path / "there").mkdir()
+    refusal(run(bf16, tmp_path / "there"), "exists already", code="EEXIST")
+    refusal(run(pack, tmp_path / "p"), "an expert pack already (mxfp4)", code="EINVAL")
+    refusal(run(tmp_path / "gone", tmp_path / "p"), "no such folder", code="ENOENT")
+    refusal(
+        run(bf16, tmp_path / "p", "int3"), "unknown expert format 'int3': expected one of int4-g64"
+    )
+    refusal(run(bf16, tmp_path / "p", None), "no expert format: expected one of", code="EINVAL")
+    refusal(run(bf16, tmp_path / "p", threads=0), "0 threads", code="EINVAL")
+    refusal(
+        run(bf16, pack, "fp8", verify=True), "expected experts in fp8, got mxfp4", code="EINVAL"
+    )
+    refusal(run(sources["fp8"], pack, None, verify=True), "made of another source", code="EFORMAT")
+    refusal(run(bf16, sources["fp8"], None, verify=True), "not an expert pack", code="EINVAL")
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["link", "there"]
+
+
+def test_too_little_disk(sources, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=17 << 20)
+    monkeypatch.setattr(conversion.shutil, "disk_usage", lambda _: usage)
+    refusal(
+        lambda: convert(sources["bf16"], tmp_path / "p", "fp8", progress=False),
+        "not enough disk space: needs 17.5", "has 17 MiB free", code="ENOSPC",
+    )  # fmt: skip
+    assert not list(tmp_path.iterdir())
+
+
+def test_tensors_that_nobody_knows_are_named(sources, tmp_path):
+    folder = Path(shutil.copytree(sources["bf16"], tmp_path / "m"))
+    path = folder / "model.safetensors"
+    raw = path.read_bytes()
+    n = int.from_bytes(raw[:8], "little")
+    text = raw[8 : 8 + n].replace(b"layers.2.mlp.gate.weight", b"layers.2.mlp.gate.weighs")
+    path.write_bytes(raw[:8] + text + raw[8 + n :])
+    refusal(
+        lambda: convert(folder, tmp_path / "p", "fp8", progress=False),
+        "missing 1",
+        "layers.2.mlp.gate.weight",
+    )
+    header = json.loads(raw[8 : 8 + n])
+    header["model.language_model.layers.0.mlp.odd.bias"] = {
+        "dtype": "F32", "shape": [1], "data_offsets": [len(raw) - 8 - n, len(raw) - 4 - n],
+    }  # fmt: skip
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + n :] + bytes(4))
+    refusal(
+        lambda: convert(folder, tmp_path / "p", "fp8", progress=False),
+        "layers.0.mlp.odd.bias",
+        code="EUNSUPPORTED",
+    )
+    assert [x.name for x in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_weight_that_is_nan_names_its_place(sources, tmp_path):
+    folder = Path(shutil.copytree(sources["bf16"], tmp_path / "m"))
+    e = Checkpoint.open(folder).locate().experts[2][5][2]
+    with (folder / "model.safetensors").open("r+b") as f:
+        f.seek(int(e["offset"]))
+        f.write(b"\xc0\x7f")
+    text = refusal(lambda: convert(folder, tmp_path / "p", "mxfp4", progress=False), code="EFORMAT")
+    assert "layer 2, expert 5, down: a weight is NaN or infinite; mxfp4 cannot hold it" in text
+
+
+def test_the_command(sources, tmp_path, capsys):
+    args = ["convert", str(sources["fp8"]), str(tmp_path / "p"), "--experts", "int4-row", "--quiet"]
+    assert main([*args, "--verify"]) == 0
+    out, err = capsys.readouterr()
+    assert "4 layers x 16 experts in int4-row" in out and "verified: 64 experts" in out and not err
+    assert main(args) == 2
+    assert capsys.readouterr().err.startswith("mosaic_c convert: ")
+    assert main([*args[:3], "--verify", "--json"]) == 0
+    got = json.loads(capsys.readouterr().out)
+    assert got["written"] is False and got["verified"] == 64 and got["format"] == "int4-row"
+    with pytest.raises(SystemExit) as caught:
+        main([*args[:3], "--experts", "int3"])
+    assert caught.value.code == 2
+    assert isinstance(UsageError("x"), MosaicError)
