@@ -23,7 +23,7 @@ from mosaic_c import MosaicError, UsageError, convert_check, engine_pure, quanti
 from mosaic_c import convert as conversion
 from mosaic_c.checkpoint import Checkpoint
 from mosaic_c.cli import main
-from mosaic_c.commands.convert import EXPERTS
+from mosaic_c.commands.convert import DENSE, EXPERTS
 from mosaic_c.convert import FORMATS, convert
 from mosaic_c.convert_source import Source
 from mosaic_c.pack import Format
@@ -176,7 +176,7 @@ def test_int4_by_row_of_normal_values():
 
 
 def test_the_command_and_the_module_name_the_same_formats():
-    assert set(EXPERTS) == set(FORMATS)
+    assert (EXPERTS, DENSE) == (tuple(FORMATS), conversion.DENSE)
 
 
 def test_logits_are_near_the_sources(sources, packs):
@@ -238,6 +238,79 @@ def test_everything_else_stays_as_it_is(sources, packs):
             assert raw[0] == raw[1], name
         for name in ("config.json", "tokenizer.json", "README.md"):
             assert (folder / name).read_bytes() == (sources[dtype] / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "model", ["qwen35_bf16_fused", "qwen3_bf16", "qwen2_f16_fused", "qwen35_text_f32"]
+)
+def test_dense_matrices_in_fp8(model, tmp_path):
+    """Those of the layers, none of embedding, head, norms, router, small gates; the rest byte for byte."""
+    source, dst = VECTORS / model, tmp_path / "p"
+    assert convert(source, dst, "fp8", verify=True, progress=False, dense="fp8").verified
+    a, b = Checkpoint.open(source), Checkpoint.open(dst)
+    turned = {x for x in b.tensors if b.tensors[x].dtype == "F8_E4M3"}
+    assert {x.split(".")[-2] for x in turned} <= {
+        "q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj", "gate_proj", "up_proj",
+        "down_proj",
+    }  # fmt: skip
+    assert sum(x.endswith("q_proj.weight") for x in turned) == len(a.plan.attention_layers)
+    assert sum(x.endswith("in_proj_qkv.weight") for x in turned) == len(a.plan.delta_layers)
+    assert set(b.tensors) - set(a.tensors) == {f"{x}_scale_inv" for x in turned}
+    assert b.config == a.config | {"quantization_config": conversion.QUANTISED}
+    assert bits(logits_of(dst)) != bits(logits_of(source))
+    assert convert(source, dst, None, verify=True, progress=False).verified
+    # damage of a code is found, by name: the largest difference of two codes
+    name = sorted(turned)[0]
+    info = b.tensors[name]
+    with b.files[info.file].open("r+b") as f:
+        f.seek(info.offset + info.nbytes - 1)
+        byte = f.read(1)[0]
+        f.seek(info.offset + info.nbytes - 1)
+        f.write(bytes([byte ^ 0x40]))
+    refusal(
+        lambda: convert(source, dst, None, verify=True, progress=False),
+        name,
+        "by more than fp8 rounds",
+    )
+
+
+def test_dense_in_fp8_computes_with_the_rounded_values(tmp_path):
+    """Logits are those of a float32 source that holds what the FP8 matrices decode to."""
+    source, dst = VECTORS / "qwen35_text_f32", tmp_path / "p"
+    convert(source, dst, "fp8", progress=False, dense="fp8")
+    rounded = Path(shutil.copytree(source, tmp_path / "rounded"))
+    a, b = Checkpoint.open(rounded), Checkpoint.open(dst)
+    for name in (x for x in b.tensors if b.tensors[x].dtype == "F8_E4M3"):
+        info, scale = b.tensors[name], b.tensors[f"{name}_scale_inv"]
+        raw = b.files[info.file].read_bytes()
+        codes = np.frombuffer(raw, ml_dtypes.float8_e4m3fn, info.nbytes, info.offset).reshape(
+            info.shape
+        )
+        scales = np.frombuffer(raw[scale.offset :][: scale.nbytes], np.float32).reshape(scale.shape)
+        each = quantise.spread(scales, (128, 128), *info.shape)
+        with a.files[a.tensors[name].file].open("r+b") as f:
+            f.seek(a.tensors[name].offset)
+            f.write((codes.astype(np.float32) * each).tobytes())
+    convert(rounded, tmp_path / "q", "fp8", progress=False)
+    want, got = logits_of(tmp_path / "q"), logits_of(dst)
+    assert np.abs(got - want).max() < 1e-4 * np.abs(want).max()
+
+
+def test_dense_of_an_fp8_source_stays(sources, packs, tmp_path):
+    convert(sources["fp8"], tmp_path / "p", "mxfp4", progress=False, dense="fp8")
+    assert contents(tmp_path / "p") == contents(packs["fp8", "mxfp4"])
+
+
+def test_a_dense_matrix_of_many_rows(tmp_path):
+    """More than one slab, partial blocks: the bytes of the whole matrix at once."""
+    synth.write(tmp_path / "s", "v4-mini", 1, 8, dtype="bf16", progress=False)
+    with Source(tmp_path / "s") as source:
+        pieces = [(s.file, x) for s in source.shards(True) for x in s.pieces if x.rows]
+        assert max(x.rows for _, x in pieces) > 0
+        for file, x in pieces:
+            w = np.concatenate(list(source.slabs(file, x)))
+            want = b"".join(quantise.quantise(w, FORMATS["fp8"]))
+            assert b"".join(source.contents(file, x)) == want
 
 
 def test_the_hash_is_that_of_sha256sum(sources, packs):
@@ -476,8 +549,18 @@ def test_a_weight_that_is_nan_names_its_place(sources, tmp_path):
     with (folder / "model.safetensors").open("r+b") as f:
         f.seek(int(e["offset"]))
         f.write(b"\xc0\x7f")
+    name = "model.language_model.layers.0.mlp.shared_expert.up_proj.weight"
+    dense = Checkpoint.open(folder).tensors[name]
     text = refusal(lambda: convert(folder, tmp_path / "p", "mxfp4", progress=False), code="EFORMAT")
     assert "layer 2, expert 5, down: a weight is NaN or infinite; mxfp4 cannot hold it" in text
+    with (folder / "model.safetensors").open("r+b") as f:
+        f.seek(dense.offset + 2)
+        f.write(b"\x80\xff")
+    refusal(
+        lambda: convert(folder, tmp_path / "q", "fp8", progress=False, dense="fp8"),
+        name,
+        "NaN or infinite",
+    )
 
 
 def test_the_command(sources, tmp_path, capsys):

@@ -47,6 +47,14 @@ FORMATS = {
         Format("F8_E4M3", "F32", (128, 128)),
     )
 }
+DENSE = ("fp8",)
+# What config.json must say for the loader to take FP8 matrices.
+QUANTISED = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
 FILE_BYTES = 4_000_000_000  # of record files; a layer is never divided
 JOURNAL, FOLDER = "journal", "pack"
 _SPARE = 16 << 20  # room asked for beyond the tensors: manifest, index
@@ -79,8 +87,10 @@ def convert(
     progress: bool = True,
     threads: int | None = None,
     file_bytes: int = FILE_BYTES,
+    dense: str | None = None,
 ) -> Summary:
-    """Writes the pack dst of the checkpoint src; experts: a name of FORMATS. progress: a bar on stderr. verify: reads
+    """Writes the pack dst of the checkpoint src; experts: a name of FORMATS; dense: one of DENSE, for the matrices
+    of the layers that official FP8 releases have so, None: as they are. progress: a bar on stderr. verify: reads
     it back beside the source, and of a dst that exists does just that (experts None: whatever it has).
 
     UsageError for arguments that make no sense or an existing dst, MosaicError for a source that cannot be
@@ -99,6 +109,8 @@ def convert(
     if experts not in FORMATS and not (there and experts is None):
         got = "no expert format" if experts is None else f"unknown expert format {experts!r}"
         raise UsageError(f"{got}: expected one of {', '.join(FORMATS)}")
+    if dense is not None and dense not in DENSE:
+        raise UsageError(f"unknown dense format {dense!r}: expected {', '.join(DENSE)}")
     if threads is not None and threads < 1:
         raise UsageError(f"{threads} threads make no sense: expected 1 or more")
     threads = threads or default_threads(read_limits())
@@ -109,7 +121,7 @@ def convert(
                 sha256 = source.sha256(threads, bar.update)
         else:
             assert experts is not None
-            job = _Job(source, out, experts, threads, file_bytes)
+            job = _Job(source, out, experts, dense == "fp8", threads, file_bytes)
             try:
                 resumed, sha256 = job.run(progress)
             except OSError as error:
@@ -221,14 +233,15 @@ def in_order(threads: int, work: Callable[[int], T], items: Iterable[int]) -> It
 
 class _Job:
     def __init__(
-        self, source: Source, dst: Path, experts: str, threads: int, file_bytes: int
+        self, source: Source, dst: Path, experts: str, fp8: bool, threads: int, file_bytes: int
     ) -> None:
         self.source, self.dst, self.experts, self.threads = source, dst, experts, threads
+        self.fp8 = fp8
         self.partial = dst.with_name(f"{dst.name}.partial")
         self.folder = self.partial / FOLDER
         self.pack = plan(source, FORMATS[experts], "", file_bytes)
         self.sha256 = ""
-        self.shards = source.shards()
+        self.shards = source.shards(fp8)
         self.texts = source.texts()
 
     def run(self, progress: bool) -> tuple[int, str]:
@@ -292,7 +305,7 @@ class _Job:
     def _resume(self, journal: int) -> dict[str | int, Any]:
         """What is finished: names of files, and numbers of layers with the CRCs of their experts."""
         head = {
-            "journal": 1, "source": self.sha256, "experts": self.experts,
+            "journal": 1, "source": self.sha256, "experts": self.experts, "dense_fp8": self.fp8,
             "files": [[a, b] for a, b in zip(self.pack.files, self.pack.sizes, strict=True)],
         }  # fmt: skip
         text = b""
@@ -326,9 +339,9 @@ class _Job:
         path.unlink(missing_ok=True)
         with writing(path, shard.nbytes, bar) as file:
             file.add(shard.header)
-            for offset, count in shard.parts:
-                for chunk in self.source.chunks(shard.file, offset, count):
-                    file.add(memoryview(chunk))
+            for piece in shard.pieces:
+                for chunk in self.source.contents(shard.file, piece):
+                    file.add(chunk)
 
     def _write_layer(self, number: int, layer: PackLayer, bar: tqdm) -> None:
         path = self.folder / self.pack.files[layer.file]
@@ -357,8 +370,11 @@ class _Job:
     def _write_texts(self) -> None:
         for path in self.texts:
             _whole(self.folder / path.name, path.read_bytes())
+        if self.fp8 and self.source.plan.weight_block is None:
+            config = self.source.checkpoint.config | {"quantization_config": QUANTISED}
+            _whole(self.folder / "config.json", _json(config))
         if self.source.indexed:
-            size = sum(n for shard in self.shards for _, n in shard.parts)
+            size = sum(shard.nbytes - len(shard.header) for shard in self.shards)
             weight_map = {name: shard.name for shard in self.shards for name in shard.tensors}
             index = {
                 "metadata": {"total_size": size},

@@ -17,30 +17,58 @@ import numpy as np
 
 from mosaic_c.bind import CODE_NAMES, F8, SCALE, matrix_bytes, scale_bytes
 from mosaic_c.checkpoint import INDEX, SINGLE, Checkpoint
-from mosaic_c.errors import UsageError
-from mosaic_c.jsonfile import open_regular, parse, read_exact, shown_path
-from mosaic_c.quantise import spread, widen
+from mosaic_c.errors import MosaicError, UsageError
+from mosaic_c.jsonfile import open_regular, parse, read_exact, show, shown_path
+from mosaic_c.pack import Format
+from mosaic_c.plan import Attention, Weight
+from mosaic_c.quantise import Unfit, quantise, spread, widen
 
 CHUNK = 4 << 20
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 
 
+FP8 = Format("F8_E4M3", "F32", (128, 128))  # of dense matrices that are converted
+_SLAB = 1024  # rows of such a matrix at once, a multiple of its block
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the source's file. rows, cols: it becomes FP8, followed by its scales; 0: it is copied."""
+
+    name: str
+    dtype: str
+    offset: int
+    source_bytes: int
+    rows: int = 0
+    cols: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """In the pack, scales too."""
+        if not self.rows:
+            return self.source_bytes
+        return FP8.nbytes(self.rows, self.cols) + FP8.scale_nbytes(self.rows, self.cols)
+
+
 @dataclass(frozen=True)
 class Shard:
-    """A safetensors file to be written: its header, and the parts (offset, bytes) of the source's file that follow.
-
-    tensors: their names, in that order.
-    """
+    """A safetensors file to be written: its header, and what follows, of one file of the source."""
 
     file: int
     name: str
     header: bytes
-    parts: list[tuple[int, int]]
-    tensors: list[str]
+    pieces: list[Piece]
 
     @property
     def nbytes(self) -> int:
-        return len(self.header) + sum(n for _, n in self.parts)
+        return len(self.header) + sum(x.nbytes for x in self.pieces)
+
+    @property
+    def tensors(self) -> Iterator[str]:
+        for x in self.pieces:
+            yield x.name
+            if x.rows:
+                yield x.name + SCALE
 
 
 class Source:
@@ -116,32 +144,78 @@ class Source:
 
     # ---- everything else ---------------------------------------------------------------------
 
-    def shards(self) -> list[Shard]:
-        """The source's files without the experts; a file of experts alone is left out."""
+    def shards(self, fp8: bool = False) -> list[Shard]:
+        """The source's files without the experts; a file of experts alone is left out. fp8: matrices of the layers
+        become FP8, where official FP8 releases have it."""
         table, gone = self.checkpoint.tensors, set(self._expert_names())
-        members: dict[int, list[tuple[int, str]]] = {}
-        for row, name in enumerate(table):
-            if name not in gone:
-                members.setdefault(int(table.file[row]), []).append((int(table.offset[row]), name))
-        out = []
-        for file in sorted(members):
-            entries, parts, at = dict[str, object](), [], 0
-            if metadata := self._metadata(file):
-                entries["__metadata__"] = metadata
-            names = [name for _, name in sorted(members[file])]
-            for name in names:
-                info = table[name]
-                end = at + info.nbytes
-                entries[name] = {
-                    "dtype": info.dtype, "shape": list(info.shape), "data_offsets": [at, end],
-                }  # fmt: skip
-                parts.append((info.offset, info.nbytes))
-                at = end
-            text = json.dumps(entries, separators=(",", ":")).encode()
-            text += b" " * (-len(text) % 8)
-            header = len(text).to_bytes(8, "little") + text
-            out.append(Shard(file, self.checkpoint.names[file], header, parts, names))
-        return out
+        wanted = {w.name for w in self._matrices()} if fp8 else set()
+        members: dict[int, list[Piece]] = {}
+        for name, info in table.items():
+            if name in gone:
+                continue
+            rows, cols = info.shape if name in wanted and info.dtype != FP8.dtype else (0, 0)
+            piece = Piece(name, info.dtype, info.offset, info.nbytes, rows, cols)
+            members.setdefault(info.file, []).append(piece)
+        return [self._shard(file, members[file]) for file in sorted(members)]
+
+    def _shard(self, file: int, pieces: list[Piece]) -> Shard:
+        entries, at = dict[str, object](), 0
+        if metadata := self._metadata(file):
+            entries["__metadata__"] = metadata
+
+        def add(name: str, dtype: str, shape: tuple[int, ...], size: int) -> None:
+            nonlocal at
+            entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+            at += size
+
+        pieces.sort(key=lambda x: x.offset)
+        for x in pieces:
+            if not x.rows:
+                add(x.name, x.dtype, self.checkpoint.tensors[x.name].shape, x.nbytes)
+                continue
+            size = FP8.scale_nbytes(x.rows, x.cols)
+            add(x.name, FP8.dtype, (x.rows, x.cols), x.nbytes - size)
+            assert FP8.scale is not None
+            add(x.name + SCALE, FP8.scale, (-(-x.rows // 128), -(-x.cols // 128)), size)
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
+        return Shard(file, self.checkpoint.names[file], header, pieces)
+
+    def contents(self, file: int, x: Piece) -> Iterator[bytes | memoryview]:
+        """The bytes of a piece as the pack has them. Raises MosaicError for values that FP8 cannot hold."""
+        if not x.rows:
+            yield from (memoryview(c) for c in self.chunks(file, x.offset, x.source_bytes))
+            return
+        scales = []
+        for w in self.slabs(file, x):
+            try:
+                codes, scale = quantise(w, FP8)
+            except Unfit as error:
+                where = shown_path(self.checkpoint.files[file])
+                raise MosaicError(f"{where}: tensor {show(x.name)}: {error}", error.code) from None
+            scales.append(scale)
+            yield codes
+        yield b"".join(scales)
+
+    def slabs(self, file: int, x: Piece) -> Iterator[np.ndarray]:
+        """The rows of a matrix as float32, whole blocks of rows at a time."""
+        for row in range(0, x.rows, _SLAB):
+            n, line = min(_SLAB, x.rows - row), x.source_bytes // x.rows
+            raw = self._read(file, x.offset + row * line, n * line)
+            yield widen(raw, x.dtype).reshape(n, x.cols)
+
+    def _matrices(self) -> Iterator[Weight]:
+        """What official FP8 releases have in FP8: no embedding, head, router, gate of the shared expert, nor what
+        makes the decay and the rate of the delta rule."""
+        for layer in self.plan.layers:
+            mixer, mlp = layer.mixer, layer.moe.shared
+            if isinstance(mixer, Attention):
+                yield from (mixer.q, mixer.k, mixer.v, mixer.o)
+            else:
+                yield from (mixer.qkv, mixer.z, mixer.out)
+            if mlp is not None:
+                yield from (mlp.gate, mlp.up, mlp.down)
 
     def chunks(self, file: int, offset: int, count: int) -> Iterator[np.ndarray]:
         while count:
