@@ -577,3 +577,17 @@ def test_the_command(sources, tmp_path, capsys):
         main([*args[:3], "--experts", "int3"])
     assert caught.value.code == 2
     assert isinstance(UsageError("x"), MosaicError)
+
+
+def test_ctrl_c_says_how_to_go_on(sources, packs, tmp_path, monkeypatch, capsys):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    args = ["convert", str(sources["bf16"]), str(tmp_path / "p"), "--experts", "mxfp4", "--quiet"]
+    with monkeypatch.context() as m:
+        m.setattr(conversion._Job, "_finish", interrupted)
+        assert main(args) == 130
+    err = capsys.readouterr().err
+    assert "p.partial keeps what is done" in err and err.endswith("interrupted\n")
+    assert main(args) == 0 and "by an earlier run" in capsys.readouterr().out
+    assert contents(tmp_path / "p") == contents(packs["bf16", "mxfp4"])

@@ -253,8 +253,8 @@ class Source:
         return sum(self.checkpoint.sizes)
 
     def sha256(self, threads: int, progress: Callable[[int], object]) -> str:
-        """Of what `sha256sum` prints for config.json and the weight files, by name."""
-        names = sorted({"config.json", *self.checkpoint.names})
+        """Of what `sha256sum` prints for config.json and then the weight files, by name."""
+        names = ["config.json", *sorted(self.checkpoint.names)]
         with ThreadPoolExecutor(threads) as pool:
             digests = pool.map(lambda name: self._sha256(name, progress), names)
             lines = [f"{x}  {name}\n" for x, name in zip(digests, names, strict=True)]

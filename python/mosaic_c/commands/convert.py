@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from dataclasses import asdict
 
 from mosaic_c.limits import format_size
@@ -39,15 +41,19 @@ def run(args: argparse.Namespace) -> int:
     # The engine is an extension module: --help and bad arguments must not need it.
     from mosaic_c.convert import convert
 
-    s = convert(
-        args.src,
-        args.dst,
-        args.experts,
-        verify=args.verify,
-        progress=not args.quiet,
-        threads=args.threads,
-        dense=args.dense,
-    )
+    try:
+        s = convert(
+            args.src, args.dst, args.experts, verify=args.verify, progress=not args.quiet, threads=args.threads,
+            dense=args.dense,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        partial = f"{os.path.abspath(args.dst)}.partial"
+        if os.path.isdir(partial):
+            print(
+                f"{partial} keeps what is done: the same command goes on from there",
+                file=sys.stderr,
+            )
+        raise
     if args.json:
         print(json.dumps(asdict(s)))
         return 0
