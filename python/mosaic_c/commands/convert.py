@@ -62,6 +62,6 @@ def run(args: argparse.Namespace) -> int:
     print(f"{s.path}: {s.layers} layers x {s.experts // s.layers} experts in {s.format}, {written}")
     if s.verified:
         print(
-            f"verified: {s.verified} experts, CRCs and values within the rounding of {s.format}; other tensors equal"
+            f"verified: {s.verified} experts, CRCs and values within the rounding of {s.format}; other tensors too"
         )
     return 0
