@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from conftest import VECTORS, open_small
 from helpers_checkpoint import refusal
 
-from mosaic_c import MosaicError, UsageError, convert_check, quantise, synth
+from mosaic_c import MosaicError, UsageError, convert_check, convert_source, quantise, synth
 from mosaic_c import convert as conversion
 from mosaic_c.checkpoint import Checkpoint
 from mosaic_c.cli import main
@@ -25,6 +26,7 @@ from mosaic_c.commands.convert import DENSE, EXPERTS
 from mosaic_c.convert import FORMATS, convert
 from mosaic_c.convert_source import Source
 
+FEW = [1, 2, 3, 4, 5]
 PROMPT = [(37 * i + 5) % 500 for i in range(40)]
 # Of the logits of "tiny" (random weights, which forgive nothing): relative error at most.
 NEAR = {"int4-g64": 0.4, "int4-g32": 0.35, "int4-row": 0.45, "mxfp4": 0.5, "fp8": 0.1}
@@ -52,9 +54,9 @@ def packs(sources, tmp_path_factory) -> dict[tuple[str, str], Path]:
     return out
 
 
-def logits(folder: Path, **options: Any) -> np.ndarray:
+def logits(folder: Path, ids: Sequence[int] = PROMPT, **options: Any) -> np.ndarray:
     with open_small(folder, **options) as model, model.session() as session:
-        return session.forward(PROMPT)
+        return session.forward(ids)
 
 
 def bits(values: np.ndarray) -> bytes:
@@ -109,14 +111,9 @@ def test_every_family_and_layout(model, name, tmp_path):
     assert s.verified == s.experts > 0
     made, source = Checkpoint.open(tmp_path / "p"), Checkpoint.open(VECTORS / model)
     assert made.config == source.config and made.generation_config == source.generation_config
-    assert np.isfinite(logits_of(tmp_path / "p")).all()
+    assert np.isfinite(logits(tmp_path / "p", FEW)).all()
     if name == "fp8" and source.plan.weight_block:
-        assert bits(logits_of(tmp_path / "p")) == bits(logits_of(VECTORS / model))
-
-
-def logits_of(folder: Path) -> np.ndarray:
-    with open_small(folder) as model, model.session() as session:
-        return session.forward([1, 2, 3, 4, 5])
+        assert bits(logits(tmp_path / "p", FEW)) == bits(logits(VECTORS / model, FEW))
 
 
 def test_everything_else_stays_as_it_is(sources, packs):
@@ -150,7 +147,7 @@ def test_dense_matrices_in_fp8(model, tmp_path):
     assert sum(x.endswith("in_proj_qkv.weight") for x in turned) == len(a.plan.delta_layers)
     assert set(b.tensors) - set(a.tensors) == {f"{x}_scale_inv" for x in turned}
     assert b.config == a.config | {"quantization_config": conversion.QUANTISED}
-    assert bits(logits_of(dst)) != bits(logits_of(source))
+    assert bits(logits(dst, FEW)) != bits(logits(source, FEW))
     assert convert(source, dst, None, verify=True, progress=False).verified
     # damage of a code is found, by name: the largest difference of two codes
     name = sorted(turned)[0]
@@ -185,7 +182,7 @@ def test_dense_in_fp8_computes_with_the_rounded_values(tmp_path):
             f.seek(a.tensors[name].offset)
             f.write((codes.astype(np.float32) * each).tobytes())
     convert(rounded, tmp_path / "q", "fp8", progress=False)
-    want, got = logits_of(tmp_path / "q"), logits_of(dst)
+    want, got = logits(tmp_path / "q", FEW), logits(dst, FEW)
     assert np.abs(got - want).max() < 1e-4 * np.abs(want).max()
 
 
@@ -194,12 +191,12 @@ def test_dense_of_an_fp8_source_stays(sources, packs, tmp_path):
     assert contents(tmp_path / "p") == contents(packs["fp8", "mxfp4"])
 
 
-def test_a_dense_matrix_of_many_rows(tmp_path):
+def test_a_dense_matrix_of_many_rows(sources, monkeypatch):
     """More than one slab, partial blocks: the bytes of the whole matrix at once."""
-    synth.write(tmp_path / "s", "v4-mini", 1, 8, dtype="bf16", progress=False)
-    with Source(tmp_path / "s") as source:
+    with Source(sources["bf16"]) as source:
         pieces = [(s.file, x) for s in source.shards(True) for x in s.pieces if x.rows]
-        assert max(x.rows for _, x in pieces) > 0
+        monkeypatch.setattr(convert_source, "_SLAB", 128)
+        assert max(x.rows for _, x in pieces) == 256 and any(x.rows % 128 for _, x in pieces)
         for file, x in pieces:
             w = np.concatenate(list(source.slabs(file, x)))
             want = b"".join(quantise.quantise(w, FORMATS["fp8"]))
@@ -304,6 +301,23 @@ def test_what_was_begun_is_of_one_source_and_format(sources, tmp_path, monkeypat
         "odd: not a file of this pack",
     )
     (tmp_path / "p.partial" / "pack" / "odd").unlink()
+    records, journal = (
+        tmp_path / "p.partial" / "pack" / "experts-00001.bin",
+        tmp_path / "p.partial" / "journal",
+    )
+    os.truncate(records, 4096)
+    refusal(
+        lambda: convert(sources["bf16"], dst, "mxfp4", progress=False), "experts-00001.bin", "remove", "p.partial",
+        code="EIO",
+    )  # fmt: skip
+    text = journal.read_text()
+    for line in ('{"layer": 9, "crc32c": ""}', '{"layer": 0, "crc32c": "0"}', "[]", "{}", "x"):
+        journal.write_text(f"{text}{line}\n")
+        refusal(
+            lambda: convert(sources["bf16"], dst, "mxfp4", progress=False),
+            "is of another conversion",
+        )
+    journal.write_text("".join(text.splitlines(keepends=True)[:2]))  # the dense file alone is kept
     assert convert(sources["bf16"], dst, "mxfp4", verify=True, progress=False).resumed > 0
 
 

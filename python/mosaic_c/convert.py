@@ -261,8 +261,7 @@ class _Job:
                     self._write_shard(shard, bar)
                     _note(journal, {"file": shard.name})
             for i, layer in enumerate(self.pack.layers):
-                if (crc := done.get(i)) is not None:
-                    layer.crc[:] = np.frombuffer(bytes.fromhex(crc), ">u4")
+                if i in done:
                     kept += layer.nbytes
                 else:
                     self._write_layer(i, layer, bar)
@@ -302,8 +301,8 @@ class _Job:
         finally:
             os.close(fd)
 
-    def _resume(self, journal: int) -> dict[str | int, Any]:
-        """What is finished: names of files, and numbers of layers with the CRCs of their experts."""
+    def _resume(self, journal: int) -> set[str | int]:
+        """What is finished: names of files, and numbers of layers, whose CRCs are taken from the journal."""
         head = {
             "journal": 1, "source": self.sha256, "experts": self.experts, "dense_fp8": self.fp8,
             "files": [[a, b] for a, b in zip(self.pack.files, self.pack.sizes, strict=True)],
@@ -314,22 +313,26 @@ class _Job:
         whole = text[: text.rfind(b"\n") + 1]  # a line that a kill cut is as good as none
         os.ftruncate(journal, len(whole))
         os.lseek(journal, 0, os.SEEK_END)
+        done = set[str | int]()
         try:
             lines = [json.loads(x) for x in whole.splitlines()]
-            if lines and lines[0] != head:
-                lines = None
-        except ValueError:
-            lines = None
-        if lines is None:
+            ours = not lines or lines[0] == head
+            for line in lines[1:] if ours else ():
+                if "file" in line:
+                    done.add(line["file"])
+                else:
+                    crc = np.frombuffer(bytes.fromhex(line["crc32c"]), ">u4")
+                    self.pack.layers[line["layer"]].crc[:] = crc
+                    done.add(line["layer"])
+        except (ValueError, TypeError, LookupError):  # not written by us
+            ours = False
+        if not ours:
             raise UsageError(
                 f"{shown_path(self.partial)} is of another conversion (other source or format): remove it, or choose "
                 "another folder", "EEXIST",
             )  # fmt: skip
         if not lines:
             _note(journal, head)
-        done: dict[str | int, Any] = {}
-        for line in lines[1:]:
-            done[line["file"] if "file" in line else line["layer"]] = line.get("crc32c", True)
         return done
 
     # ---- files -------------------------------------------------------------------------------
@@ -384,7 +387,10 @@ class _Job:
         _whole(self.folder / packs.MANIFEST, _json(packs.manifest(self.pack)))
 
     def _finish(self) -> None:
-        """One rename; before it everything is on disk, after it only the journal is left to remove."""
+        """One rename; before it everything is on disk, after it only the journal is left to remove.
+
+        What an earlier run had finished may have been removed or cut since: the pack is opened under its old name.
+        """
         known = {x.name for x in (*self.shards, *self.texts)} | {
             *self.pack.files,
             packs.MANIFEST,
@@ -395,6 +401,12 @@ class _Job:
                 raise MosaicError(
                     f"{shown_path(path)}: not a file of this pack; remove it", "EEXIST"
                 )
+        try:
+            Checkpoint.open(self.folder).locate()
+        except MosaicError as error:
+            raise MosaicError(
+                f"{error}; remove {shown_path(self.partial)} and convert again", error.code
+            ) from None
         _sync(self.folder)
         if os.path.lexists(self.dst):  # rename would replace an empty folder
             raise UsageError(f"{shown_path(self.dst)} exists already, since just now", "EEXIST")
