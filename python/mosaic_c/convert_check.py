@@ -1,5 +1,5 @@
 """Reads a pack back beside the checkpoint that it was made of: every CRC, every expert's values by the engine's own
-decode within what the format rounds, every other tensor byte for byte.
+decode within what the format rounds, every other tensor byte for byte unless it was to become FP8.
 """
 
 from __future__ import annotations
