@@ -18,8 +18,18 @@ from typing import Any
 import mosaic_c
 from mosaic_c.errors import MosaicError, UsageError
 
-COMMANDS = ("generate", "inspect", "plan", "synth", "simulate", "bench", "verify", "doctor")
-PATHS = ("model", "path", "config", "dst", "trace", "routing", "compare", "plot")
+COMMANDS = (
+    "generate",
+    "inspect",
+    "plan",
+    "synth",
+    "convert",
+    "simulate",
+    "bench",
+    "verify",
+    "doctor",
+)
+PATHS = ("model", "path", "config", "src", "dst", "trace", "routing", "compare", "plot")
 
 
 def parser() -> argparse.ArgumentParser:
