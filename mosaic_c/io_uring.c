@@ -62,7 +62,7 @@ bool mci_ring_read(mci_ring *ring, int fd, void *buf, int64_t n, int64_t off, ui
                                                .user_data = tag});
 }
 
-/* A thread that sleeps wakes 10 us late, a third of what a small read takes to come. */
+/* A thread that sleeps wakes some 8 us late, when a small read takes 60. */
 static bool soon(const mci_ring *ring) {
     for (double until = mci_now() + SPIN_S; mci_now() < until;)
         if (*ring->cq_head != __atomic_load_n(ring->cq_tail, __ATOMIC_ACQUIRE)) return true;
