@@ -4,7 +4,7 @@
  *         \-> waiting ---> ring: the kernel, then the caller -^
  *
  * The ring is served by the caller's thread: where all cores compute, a lane waits for one twice a
- * read (1.5 MB took 0.56 ms, not 0.44). What the ring cannot take goes to the lanes. One mutex guards all;
+ * read (1.5 MB: 0.56 ms, not 0.44). What a ring cannot take goes to lanes. One mutex guards all;
  * lanes hold it only to take and hand back a read. A range arrives complete or the read carries an
  * error, and the page cache holds nothing of it afterwards (mmap apart). */
 #include "io.h"

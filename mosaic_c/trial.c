@@ -1,8 +1,9 @@
 /* trial.c - rounds with and without in turns, then the better way for a while.
  *
  * The order is without, with, with, without, ...: a drift of the machine or of the cache falls on
- * both sides alike. Medians are compared, because a round may be disturbed. Their
- * number: with 16 of each, two of six runs decided against what was worth a seventh. A draw is without, because the habit has costs that no round shows. */
+ * both sides alike. Medians are compared, because a round may be disturbed. Their number: with 16
+ * of each, two of six runs decided against what was worth a seventh. A draw is without, because the
+ * habit has costs that no round shows. */
 #include "trial.h"
 
 static int side(const mci_trial *t) { return (t->n ^ t->n >> 1) & 1; }
