@@ -1,5 +1,5 @@
 """Makes an expert pack of an official checkpoint: the routed experts in a format of docs/format.md, one record
-an expert; every other tensor byte for byte as it is.
+an expert; every other tensor byte for byte as it is, but for the matrices of the layers where `dense` asks.
 
     DST.partial/journal    what is finished and on disk, a JSON line each; the first line says of what and into what
     DST.partial/pack/      becomes DST by one rename when all is there
@@ -18,21 +18,23 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
-from mosaic_c import engine_pure
+from mosaic_c import engine_pure, pack_tensors
 from mosaic_c import pack as packs
 from mosaic_c.checkpoint import INDEX, Checkpoint
 from mosaic_c.convert_source import Shard, Source
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.jsonfile import path_text, reason, shown_path
 from mosaic_c.limits import default_threads, format_size, read_limits
-from mosaic_c.pack import Format, Pack, PackLayer, lay_out, shapes_of
+from mosaic_c.pack import Pack, PackLayer, lay_out, shapes_of
+from mosaic_c.pack_format import Format
+from mosaic_c.pack_tensors import Stored
 from mosaic_c.quantise import Unfit, quantise, widen
 from mosaic_c.synth_shapes import LABEL
 from mosaic_c.synth_stream import writing
@@ -45,9 +47,15 @@ FORMATS = {
         Format("INT4", "F32", (1, 0)),
         Format("F4", "F8_E8M0", (1, 32)),
         Format("F8_E4M3", "F32", (128, 128)),
+        Format("BF16"),
     )
 }
-DENSE = ("fp8",)
+DENSE = {
+    "fp8": FORMATS["fp8"],
+    "int8": Format("I8", "F16", (1, 128)),
+    "bf16": FORMATS["bf16"],
+    "int4-g64": FORMATS["int4-g64"],
+}
 # What config.json must say for the loader to take FP8 matrices.
 QUANTISED = {
     "quant_method": "fp8",
@@ -70,6 +78,7 @@ class Summary:
     source: str
     sha256: str
     format: str
+    dense: str
     layers: int
     experts: int
     bytes: int
@@ -90,7 +99,7 @@ def convert(
     dense: str | None = None,
 ) -> Summary:
     """Writes the pack dst of the checkpoint src; experts: a name of FORMATS; dense: one of DENSE, for the matrices
-    of the layers that official FP8 releases have so, None: as they are. progress: a bar on stderr. verify: reads
+    of the layers that official FP8 releases have in FP8, None: as they are. progress: a bar on stderr. verify: reads
     it back beside the source, and of a dst that exists does just that (experts None: whatever it has).
 
     UsageError for arguments that make no sense or an existing dst, MosaicError for a source that cannot be
@@ -121,7 +130,7 @@ def convert(
                 sha256 = source.sha256(threads, bar.update)
         else:
             assert experts is not None
-            job = _Job(source, out, experts, dense == "fp8", threads, file_bytes)
+            job = _Job(source, out, experts, dense, threads, file_bytes)
             try:
                 resumed, sha256 = job.run(progress)
             except OSError as error:
@@ -131,7 +140,7 @@ def convert(
                 ) from None
         if verify:
             with _bar("verify", source.hashed_bytes, progress) as bar:
-                verified = compare(source, out, sha256, experts, threads, bar)
+                verified = compare(source, out, sha256, (experts, dense), threads, bar)
     pack = Checkpoint.open(out).pack
     assert pack is not None
     return Summary(
@@ -139,6 +148,7 @@ def convert(
         source=str(source.folder),
         sha256=sha256,
         format=pack.format,
+        dense=pack.dense_format,
         layers=len(pack.layers),
         experts=sum(x.count for x in pack.layers),
         bytes=sum(x.stat().st_size for x in out.iterdir()),
@@ -181,7 +191,9 @@ def plan(source: Source, form: Format, sha256: str, file_bytes: int) -> Pack:
             PackLayer(len(sizes) - 1, sizes[-1], e.count, (a, b, c), shapes_of(e), parts, size, crc)
         )
         sizes[-1] += layers[-1].nbytes
-    return Pack([packs.RECORDS.format(i + 1) for i in range(len(sizes))], sizes, layers, origin)
+    names = [packs.RECORDS.format(i + 1) for i in range(len(sizes))]
+    matrices = tuple(w.name for w in source.plan.matrices())
+    return Pack(names, sizes, layers, origin, {}, {}, matrices)
 
 
 def _format(source: Source, form: Format, layer: int, part: int) -> Format:
@@ -233,15 +245,18 @@ def in_order(threads: int, work: Callable[[int], T], items: Iterable[int]) -> It
 
 class _Job:
     def __init__(
-        self, source: Source, dst: Path, experts: str, fp8: bool, threads: int, file_bytes: int
-    ) -> None:
+        self, source: Source, dst: Path, experts: str, dense: str | None, threads: int,
+        file_bytes: int,
+    ) -> None:  # fmt: skip
         self.source, self.dst, self.experts, self.threads = source, dst, experts, threads
-        self.fp8 = fp8
+        self.dense = dense
         self.partial = dst.with_name(f"{dst.name}.partial")
         self.folder = self.partial / FOLDER
         self.pack = plan(source, FORMATS[experts], "", file_bytes)
+        assert self.pack.tensors is not None
+        self.tensors = self.pack.tensors
         self.sha256 = ""
-        self.shards = source.shards(fp8)
+        self.shards = source.shards(None if dense is None else DENSE[dense])
         self.texts = source.texts()
 
     def run(self, progress: bool) -> tuple[int, str]:
@@ -258,8 +273,9 @@ class _Job:
                 if shard.name in done:
                     kept += shard.nbytes
                 else:
-                    self._write_shard(shard, bar)
-                    _note(journal, {"file": shard.name})
+                    found = self._write_shard(shard, bar)
+                    _note(journal, {"file": shard.name, "tensors": pack_tensors.entries(found)})
+                    self.tensors |= found
             for i, layer in enumerate(self.pack.layers):
                 if i in done:
                     kept += layer.nbytes
@@ -304,7 +320,7 @@ class _Job:
     def _resume(self, journal: int) -> set[str | int]:
         """What is finished: names of files, and numbers of layers, whose CRCs are taken from the journal."""
         head = {
-            "journal": 1, "source": self.sha256, "experts": self.experts, "dense_fp8": self.fp8,
+            "journal": 2, "source": self.sha256, "experts": self.experts, "dense": self.dense,
             "files": [[a, b] for a, b in zip(self.pack.files, self.pack.sizes, strict=True)],
         }  # fmt: skip
         text = b""
@@ -319,6 +335,7 @@ class _Job:
             ours = not lines or lines[0] == head
             for line in lines[1:] if ours else ():
                 if "file" in line:
+                    self.tensors |= pack_tensors.read_tensors(line["tensors"], _foreign)
                     done.add(line["file"])
                 else:
                     crc = np.frombuffer(bytes.fromhex(line["crc32c"]), ">u4")
@@ -337,14 +354,26 @@ class _Job:
 
     # ---- files -------------------------------------------------------------------------------
 
-    def _write_shard(self, shard: Shard, bar: tqdm) -> None:
-        path = self.folder / shard.name
+    def _write_shard(self, shard: Shard, bar: tqdm) -> dict[str, Stored]:
+        """Its tensors, with their CRCs."""
+        path, found = self.folder / shard.name, dict[str, Stored]()
         path.unlink(missing_ok=True)
         with writing(path, shard.nbytes, bar) as file:
             file.add(shard.header)
             for piece in shard.pieces:
+                crc, embed, rows = 0, self.source.plan.embed, list[int]()
+                line = piece.nbytes // embed.shape[0] if piece.name == embed.name else 0
                 for chunk in self.source.contents(shard.file, piece):
                     file.add(chunk)
+                    crc = engine_pure.crc32c(chunk, crc)
+                    for at in range(0, len(chunk), line) if line else ():
+                        rows.append(engine_pure.crc32c(chunk[at : at + line]))
+                for chunk in self.source.scales_of(piece):
+                    crc = engine_pure.crc32c(chunk, crc)
+                if piece.stored is not None:
+                    each = np.array(rows, np.uint32) if line else None
+                    found[piece.name] = replace(piece.stored, crc=crc, rows=each)
+        return found
 
     def _write_layer(self, number: int, layer: PackLayer, bar: tqdm) -> None:
         path = self.folder / self.pack.files[layer.file]
@@ -373,7 +402,7 @@ class _Job:
     def _write_texts(self) -> None:
         for path in self.texts:
             _whole(self.folder / path.name, path.read_bytes())
-        if self.fp8 and self.source.plan.weight_block is None:
+        if self.dense == "fp8" and self.source.plan.weight_block is None:
             config = self.source.checkpoint.config | {"quantization_config": QUANTISED}
             _whole(self.folder / "config.json", _json(config))
         if self.source.indexed:
@@ -384,7 +413,11 @@ class _Job:
                 "weight_map": dict(sorted(weight_map.items())),
             }
             _whole(self.folder / INDEX, _json(index))
-        _whole(self.folder / packs.MANIFEST, _json(packs.manifest(self.pack)))
+        assert self.pack.texts is not None
+        for name in pack_tensors.TEXTS:
+            if (self.folder / name).exists():
+                self.pack.texts[name] = pack_tensors.file_crc(self.folder / name)
+        _whole(self.folder / packs.MANIFEST, packs.manifest(self.pack))
 
     def _finish(self) -> None:
         """One rename; before it everything is on disk, after it only the journal is left to remove.
@@ -413,6 +446,10 @@ class _Job:
         os.rename(self.folder, self.dst)
         _sync(self.dst.parent)
         shutil.rmtree(self.partial, ignore_errors=True)
+
+
+def _foreign(rule: str, got: object, code: str = "") -> Any:
+    raise ValueError(rule)
 
 
 def _note(journal: int, line: dict[str, Any]) -> None:

@@ -182,6 +182,7 @@ def _records(pack: Pack | None) -> dict[str, Any] | None:
         return None
     return {
         "format": pack.format,
+        "dense": pack.dense_format or None,
         "record_bytes": sorted({x.record_bytes for x in pack.layers}),
         "files": len(pack.files),
         "bytes": sum(pack.sizes),
@@ -331,6 +332,10 @@ def _facts(r: dict[str, Any]) -> list[tuple[str, str]]:
             ("expert records", f"{x['format']}, {sizes} bytes each with scales, CRC-32C, "
              f"{x['files']} file(s)" + (", synthetic" if x["source"].get("synthetic") else ""))
         )  # fmt: skip
+        if x["dense"]:
+            facts.append(("dense matrices", f"{x['dense']}, CRC-32C"))
+        if "sha256" in x["source"]:
+            facts.append(("made of", f"sha256 {x['source']['sha256']}"))
     facts += [
         ("quantisation", r["quantisation"] or "none"),
         ("files", f"{r['files']}, {human(r['file_bytes'])}"),
