@@ -5,11 +5,9 @@ Reads leave no pages behind: a source is larger than memory. All methods may be 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +17,11 @@ from mosaic_c.bind import BLOCK, CODE_NAMES, F8, SCALE_DTYPES, matrix_bytes, sca
 from mosaic_c.checkpoint import INDEX, SINGLE, Checkpoint, TensorTable
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.jsonfile import open_regular, parse, read_exact, show, shown_path
+from mosaic_c.origin import CHUNK, folder_hash
 from mosaic_c.pack_format import Format
 from mosaic_c.pack_tensors import SCALE, Stored
 from mosaic_c.quantise import Unfit, quantise, spread, widen
 
-CHUNK = 4 << 20
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 
 
@@ -281,23 +279,4 @@ class Source:
 
     def sha256(self, threads: int, progress: Callable[[int], object]) -> str:
         """Of what `sha256sum` prints for config.json and then the weight files, by name."""
-        names = ["config.json", *sorted(self.checkpoint.names)]
-        with ThreadPoolExecutor(threads) as pool:
-            digests = pool.map(lambda name: self._sha256(name, progress), names)
-            lines = [f"{x}  {name}\n" for x, name in zip(digests, names, strict=True)]
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-    def _sha256(self, name: str, progress: Callable[[int], object]) -> str:
-        path, out, at = self.folder / name, hashlib.sha256(), 0
-        fd, size = open_regular(path)
-        try:
-            while at < size:
-                raw = read_exact(fd, min(CHUNK, size - at), at, path)
-                out.update(raw)
-                os.posix_fadvise(fd, at, len(raw), os.POSIX_FADV_DONTNEED)
-                at += len(raw)
-                if name != "config.json":
-                    progress(len(raw))
-        finally:
-            os.close(fd)
-        return out.hexdigest()
+        return folder_hash(self.folder, self.checkpoint.names, threads, progress)
