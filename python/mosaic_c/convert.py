@@ -17,7 +17,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,10 +28,19 @@ from tqdm import tqdm
 from mosaic_c import engine_pure, pack_tensors
 from mosaic_c import pack as packs
 from mosaic_c.checkpoint import INDEX, Checkpoint
+from mosaic_c.convert_place import (
+    FOLDER,
+    JOURNAL,
+    check_partial,
+    check_place,
+    create,
+    open_own,
+    partial_of,
+)
 from mosaic_c.convert_source import Shard, Source
 from mosaic_c.errors import MosaicError, UsageError
-from mosaic_c.jsonfile import path_text, reason, shown_path
-from mosaic_c.limits import default_threads, format_size, read_limits
+from mosaic_c.jsonfile import path_text, pieces, reason, show, shown_path
+from mosaic_c.limits import MAX_THREADS, default_threads, format_size, read_limits
 from mosaic_c.pack import Pack, PackLayer, lay_out, shapes_of
 from mosaic_c.pack_format import Format
 from mosaic_c.pack_tensors import Stored
@@ -64,7 +73,6 @@ QUANTISED = {
     "weight_block_size": [128, 128],
 }
 FILE_BYTES = 4_000_000_000  # of record files; a layer is never divided
-JOURNAL, FOLDER = "journal", "pack"
 _SPARE = 16 << 20  # room asked for beyond the tensors: manifest, index
 T = TypeVar("T")
 
@@ -108,8 +116,8 @@ def convert(
     from mosaic_c.convert_check import compare
 
     start = time.monotonic()
-    out = Path(os.path.abspath(path_text(dst)))
-    _check_place(Path(os.path.realpath(path_text(src))), out)
+    out = Path(os.path.abspath(_without_nul(dst)))
+    check_place(_without_nul(src), out)
     there = os.path.lexists(out)
     if there and not verify:
         raise UsageError(
@@ -120,8 +128,8 @@ def convert(
         raise UsageError(f"{got}: expected one of {', '.join(FORMATS)}")
     if dense is not None and dense not in DENSE:
         raise UsageError(f"unknown dense format {dense!r}: expected {', '.join(DENSE)}")
-    if threads is not None and threads < 1:
-        raise UsageError(f"{threads} threads make no sense: expected 1 or more")
+    if threads is not None and not 1 <= threads <= MAX_THREADS:
+        raise UsageError(f"{threads} threads make no sense: expected 1 to {MAX_THREADS}")
     threads = threads or default_threads(read_limits())
     with Source(src) as source:
         resumed = verified = 0
@@ -141,6 +149,7 @@ def convert(
         if verify:
             with _bar("verify", source.hashed_bytes, progress) as bar:
                 verified = compare(source, out, sha256, (experts, dense), threads, bar)
+            source.check_unchanged()
     pack = Checkpoint.open(out).pack
     assert pack is not None
     return Summary(
@@ -159,18 +168,15 @@ def convert(
     )
 
 
+def _without_nul(path: str | os.PathLike[str]) -> str:
+    text = path_text(path)
+    if "\0" in text:
+        raise UsageError(f"path {show(text)}: expected no NUL in it")
+    return text
+
+
 def _bar(what: str, total: int, progress: bool) -> tqdm:
     return tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=not progress)
-
-
-def _check_place(src: Path, dst: Path) -> None:
-    real = Path(os.path.realpath(dst))
-    if real == src:
-        raise UsageError(f"{shown_path(dst)} is the source itself: choose another folder")
-    if src in real.parents:
-        raise UsageError(
-            f"{shown_path(dst)} lies in the source: choose a folder outside {shown_path(src)}"
-        )
 
 
 def plan(source: Source, form: Format, sha256: str, file_bytes: int) -> Pack:
@@ -250,7 +256,7 @@ class _Job:
     ) -> None:  # fmt: skip
         self.source, self.dst, self.experts, self.threads = source, dst, experts, threads
         self.dense = dense
-        self.partial = dst.with_name(f"{dst.name}.partial")
+        self.partial = partial_of(dst)
         self.folder = self.partial / FOLDER
         self.pack = plan(source, FORMATS[experts], "", file_bytes)
         assert self.pack.tensors is not None
@@ -258,10 +264,13 @@ class _Job:
         self.sha256 = ""
         self.shards = source.shards(None if dense is None else DENSE[dense])
         self.texts = source.texts()
+        self.known = {x.name for x in (*self.shards, *self.texts)} | {*self.pack.files}
+        self.known |= {packs.MANIFEST, INDEX}
 
     def run(self, progress: bool) -> tuple[int, str]:
         """All of it; (bytes that an earlier run had finished, hash of the source)."""
         total = sum(self.pack.sizes) + sum(x.nbytes for x in self.shards)
+        check_partial(self.partial, self.known)
         self._check_disk(total + sum(x.stat().st_size for x in self.texts) + _SPARE)
         whole = total + self.source.hashed_bytes
         with self._locked() as journal, _bar(f"convert {self.experts}", whole, progress) as bar:
@@ -274,6 +283,7 @@ class _Job:
                     kept += shard.nbytes
                 else:
                     found = self._write_shard(shard, bar)
+                    self.source.check_unchanged()
                     _note(journal, {"file": shard.name, "tensors": pack_tensors.entries(found)})
                     self.tensors |= found
             for i, layer in enumerate(self.pack.layers):
@@ -281,6 +291,7 @@ class _Job:
                     kept += layer.nbytes
                 else:
                     self._write_layer(i, layer, bar)
+                    self.source.check_unchanged()
                     _note(journal, {"layer": i, "crc32c": layer.crc.astype(">u4").tobytes().hex()})
             bar.update(kept)
             self._write_texts()
@@ -304,8 +315,8 @@ class _Job:
     @contextmanager
     def _locked(self) -> Iterator[int]:
         """The journal, held by this process alone."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        fd = os.open(self.partial / JOURNAL, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self.partial.mkdir(parents=True, exist_ok=True)
+        fd = open_own(self.partial / JOURNAL)
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -313,6 +324,11 @@ class _Job:
                 raise UsageError(
                     f"{shown_path(self.partial)}: another convert is writing it", "EBUSY"
                 ) from None
+            if (
+                not self.folder.is_dir()
+            ):  # none yet, or the pack it was about is finished and renamed
+                os.ftruncate(fd, 0)
+                self.folder.mkdir()
             yield fd
         finally:
             os.close(fd)
@@ -377,7 +393,7 @@ class _Job:
 
     def _write_layer(self, number: int, layer: PackLayer, bar: tqdm) -> None:
         path = self.folder / self.pack.files[layer.file]
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = open_own(path)
 
         def one(expert: int) -> int:
             raw, crc = record(self.source, layer, number, expert)
@@ -401,10 +417,11 @@ class _Job:
 
     def _write_texts(self) -> None:
         for path in self.texts:
-            _whole(self.folder / path.name, path.read_bytes())
+            _whole(self.folder / path.name, pieces(path))
+        self.source.check_unchanged()
         if self.dense == "fp8" and self.source.plan.weight_block is None:
             config = self.source.checkpoint.config | {"quantization_config": QUANTISED}
-            _whole(self.folder / "config.json", _json(config))
+            _whole(self.folder / "config.json", [_json(config)])
         if self.source.indexed:
             size = sum(shard.nbytes - len(shard.header) for shard in self.shards)
             weight_map = {name: shard.name for shard in self.shards for name in shard.tensors}
@@ -412,28 +429,19 @@ class _Job:
                 "metadata": {"total_size": size},
                 "weight_map": dict(sorted(weight_map.items())),
             }
-            _whole(self.folder / INDEX, _json(index))
+            _whole(self.folder / INDEX, [_json(index)])
         assert self.pack.texts is not None
         for name in pack_tensors.TEXTS:
             if (self.folder / name).exists():
                 self.pack.texts[name] = pack_tensors.file_crc(self.folder / name)
-        _whole(self.folder / packs.MANIFEST, packs.manifest(self.pack))
+        _whole(self.folder / packs.MANIFEST, [packs.manifest(self.pack)])
 
     def _finish(self) -> None:
         """One rename; before it everything is on disk, after it only the journal is left to remove.
 
         What an earlier run had finished may have been removed or cut since: the pack is opened under its old name.
         """
-        known = {x.name for x in (*self.shards, *self.texts)} | {
-            *self.pack.files,
-            packs.MANIFEST,
-            INDEX,
-        }
-        for path in self.folder.iterdir():
-            if path.name not in known:
-                raise MosaicError(
-                    f"{shown_path(path)}: not a file of this pack; remove it", "EEXIST"
-                )
+        check_partial(self.partial, self.known)
         try:
             Checkpoint.open(self.folder).locate()
         except MosaicError as error:
@@ -445,7 +453,9 @@ class _Job:
             raise UsageError(f"{shown_path(self.dst)} exists already, since just now", "EEXIST")
         os.rename(self.folder, self.dst)
         _sync(self.dst.parent)
-        shutil.rmtree(self.partial, ignore_errors=True)
+        with suppress(OSError):
+            (self.partial / JOURNAL).unlink()
+            self.partial.rmdir()
 
 
 def _foreign(rule: str, got: object, code: str = "") -> Any:
@@ -453,7 +463,9 @@ def _foreign(rule: str, got: object, code: str = "") -> Any:
 
 
 def _note(journal: int, line: dict[str, Any]) -> None:
-    os.write(journal, json.dumps(line).encode() + b"\n")
+    rest = memoryview(json.dumps(line).encode() + b"\n")
+    while rest:
+        rest = rest[os.write(journal, rest) :]
     os.fsync(journal)
 
 
@@ -461,9 +473,10 @@ def _json(value: object) -> bytes:
     return json.dumps(value, indent=2).encode() + b"\n"
 
 
-def _whole(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
+def _whole(path: Path, data: Iterable[bytes]) -> None:
+    with open(create(path), "wb") as file:
+        for part in data:
+            file.write(part)
         file.flush()
         os.fsync(file.fileno())
 

@@ -77,8 +77,17 @@ def stored_in(table: TensorTable, name: str) -> Stored:
     return Stored(Format(info.dtype), info.shape)
 
 
+def _identity(path: str) -> tuple[int, ...]:
+    try:
+        st = os.stat(path)
+    except OSError:
+        return ()
+    return st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns
+
+
 class Source:
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        config = _identity(os.path.join(os.path.abspath(path), "config.json"))
         self.checkpoint = Checkpoint.open(path)
         self.folder = self.checkpoint.folder
         if self.checkpoint.pack is not None:
@@ -92,6 +101,8 @@ class Source:
             raise UsageError(
                 f"{shown_path(self.folder)}: this model has no routed experts to convert"
             )
+        self._seen = {path: _identity(path) for path in map(str, self.checkpoint.files)}
+        self._seen[str(self.folder / "config.json")] = config
         self._fds = [open_regular(path)[0] for path in self.checkpoint.files]
         for fd in self._fds:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -105,6 +116,15 @@ class Source:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def check_unchanged(self) -> None:
+        """Refuses a source whose files are no longer those that were opened: its hash would be of other bytes."""
+        for path, seen in self._seen.items():
+            if _identity(path) != seen:
+                raise MosaicError(
+                    f"{shown_path(path)}: changed while it was being converted; wait until it is complete and convert "
+                    "again", "ESTALE",
+                )  # fmt: skip
 
     # ---- experts -----------------------------------------------------------------------------
 

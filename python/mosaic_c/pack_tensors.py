@@ -6,7 +6,6 @@ tensor of its own there, NAME_scale_inv; here it belongs to the tensor it scales
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,14 +16,13 @@ import numpy as np
 
 from mosaic_c.dtypes import SAFETENSORS
 from mosaic_c.errors import MosaicError
-from mosaic_c.jsonfile import open_regular, read_exact, show, shown_path
+from mosaic_c.jsonfile import pieces, show, shown_path
 from mosaic_c.pack_format import Format, describe, read_format
 
 FEATURE = "tensors"  # of a manifest that lists them, the CRCs of TEXTS and its own
 SCALE = "_scale_inv"  # added to the name of a tensor that has scales
 SEAL = "manifest_crc32c"
 TEXTS = ("config.json", "tokenizer.json")  # a digit that flips there is wrong text as well
-PIECE = 1 << 20
 
 
 def crc32c(data: Any, crc: int = 0) -> int:
@@ -160,13 +158,9 @@ def check_texts(folder: Path, texts: Mapping[str, int]) -> None:
 
 
 def file_crc(path: Path) -> int:
-    fd, size = open_regular(path)
     crc = 0
-    try:
-        for at in range(0, size, PIECE):
-            crc = crc32c(read_exact(fd, min(PIECE, size - at), at, path), crc)
-    finally:
-        os.close(fd)
+    for part in pieces(path):
+        crc = crc32c(part, crc)
     return crc
 
 
