@@ -365,7 +365,7 @@ convert.convert(sys.argv[1], sys.argv[2], "int4-g64", progress=False, threads=2,
 """
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 4])
 def test_a_kill_and_the_same_command_again(tmp_path, count):
     """Of several shards: what the journal has is kept, with the CRCs of its tensors."""
     source = VECTORS / "qwen35_fp8"
