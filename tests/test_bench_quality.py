@@ -20,6 +20,7 @@ from helpers_checkpoint import refusal
 
 from mosaic_c import scratch, synth
 from mosaic_c.bench_quality import TEXTS, VARIANTS, difference, mean, quality
+from mosaic_c.checkpoint import Checkpoint
 from mosaic_c.cli import main
 from mosaic_c.convert import DENSE, FORMATS, convert
 from mosaic_c.tokenizer import Tokenizer
@@ -89,6 +90,37 @@ def test_figures_are_those_of_whole_logits(tiny, text, tmp_path):
     )
     assert 0 < variant.dense_bytes and variant.expert_bytes < first.expert_bytes
     assert variant.bytes <= files[".bin"] + files[".safetensors"] < variant.bytes + 20000
+
+
+def test_a_variant_that_cannot_be_made_is_left_out(text, tmp_path, capsys):
+    folder = tmp_path / "m"
+    synth.write(folder, "tiny", dtype="bf16", uniform=True, progress=False)
+    e = Checkpoint.open(folder).locate().experts[2][5][2]
+    with (folder / "model.safetensors").open("r+b") as f:
+        f.seek(int(e["offset"]))
+        f.write(np.array([0x4B00], "<u2").tobytes())  # 8388608: F16 holds no scale for it
+    args = [
+        "bench",
+        "quality",
+        "-m",
+        str(folder),
+        "--text",
+        str(text),
+        "--folder",
+        str(tmp_path),
+        "--ram",
+        "400M",
+    ]
+    assert main([*args, "--variant", "int4-g64", "--variant", "mxfp4", "--tokens", "30"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^mxfp4 +as it is", out, re.M) and "note: left out: int4-g64: " in out
+    assert "layer 2, expert 5, down: weights up to" in out
+    assert [x.name for x in tmp_path.iterdir()] == ["m"]
+    with (folder / "model.safetensors").open("r+b") as f:
+        f.seek(int(e["offset"]))
+        f.write(np.array([0x7FC0], "<u2").tobytes())
+    assert main(args) == 1
+    assert "as it is: logits of fox.txt are NaN or infinite" in capsys.readouterr().err
 
 
 def test_errors_by_hand():

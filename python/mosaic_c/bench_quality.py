@@ -82,7 +82,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Report:
-    """runs[0] is the model as it is."""
+    """runs[0] is the model as it is. notes: variants that cannot be made, and why."""
 
     model: str
     synthetic: bool
@@ -91,6 +91,7 @@ class Report:
     texts: list[Text]
     windows: list[tuple[int, int]]  # (text, predicted tokens) of each
     runs: list[Run]
+    notes: list[str]
 
 
 Progress = Callable[[str, int, int], None]  # what, windows done, windows in all
@@ -227,7 +228,7 @@ def quality(
     need = sum(scored) * plan_.vocab * 4 + max(x.bytes for x in sized) + SPARE
     report = Report(
         str(source.folder), synthetic, plan_.vocab, window, found,
-        [(x.text, x.scored) for x in windows], [],
+        [(x.text, x.scored) for x in windows], [], [],
     )  # fmt: skip
     options |= {"ctx": min(window, plan_.max_positions)}
     way = "choose another --folder, or fewer --tokens"
@@ -235,22 +236,36 @@ def quality(
         logits = temporary / "logits"
         for run, (experts, dense) in zip(sized, ((None, None), *todo), strict=True):
             name = f"{run.experts} + {run.dense}" if run.dense != AS_IS else run.experts
-            done = len(report.runs) * len(windows)
+            done = (len(report.runs) + len(report.notes)) * len(windows)
             progress(name, done, len(sized) * len(windows))
             path, start = source.folder, time.perf_counter()
             if report.runs:
                 path = temporary / "variant"
-                convert(
-                    source.folder, path, experts or kept, progress=False, dense=dense,
-                    threads=options.get("threads"),
-                )  # fmt: skip
+                try:
+                    convert(
+                        source.folder, path, experts or kept, progress=False, dense=dense,
+                        threads=options.get("threads"),
+                    )  # fmt: skip
+                except MosaicError as error:
+                    if error.code != "EFORMAT":  # values that the format cannot hold
+                        raise
+                    report.notes.append(f"{name}: {error}")
+                    shutil.rmtree(temporary / "variant.partial")
+                    continue
             run.convert_s, start = time.perf_counter() - start, time.perf_counter()
-            with open_model(path, **options) as opened:
-                with open(logits, "r+b" if report.runs else "w+b", buffering=0) as file:
-                    compare = _Compare(file.fileno(), plan_.vocab, run, first=not report.runs)
-                    for i, x in enumerate(windows):
-                        compare.window(opened, x.ids)
-                        progress(name, done + i + 1, len(sized) * len(windows))
+            with (
+                open_model(path, **options) as opened,
+                open(logits, "r+b" if report.runs else "w+b", buffering=0) as file,
+            ):
+                compare = _Compare(file.fileno(), plan_.vocab, run, first=not report.runs)
+                for i, x in enumerate(windows):
+                    compare.window(opened, x.ids)
+                    if not math.isfinite(run.nll[-1] + run.kl[-1]):
+                        text = found[x.text].name
+                        raise MosaicError(
+                            f"{name}: logits of {text} are NaN or infinite", "EFORMAT"
+                        )
+                    progress(name, done + i + 1, len(sized) * len(windows))
             run.run_s = time.perf_counter() - start
             if report.runs:
                 shutil.rmtree(path)

@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -377,7 +378,7 @@ class _Job:
         with writing(path, shard.nbytes, bar) as file:
             file.add(shard.header)
             for piece in shard.pieces:
-                crc, embed, rows = 0, self.source.plan.embed, list[int]()
+                crc, embed, rows = 0, self.source.plan.embed, array("I")
                 line = piece.nbytes // embed.shape[0] if piece.name == embed.name else 0
                 for chunk in self.source.contents(shard.file, piece):
                     file.add(chunk)

@@ -6,6 +6,7 @@ format that it has now.
 from __future__ import annotations
 
 import os
+from array import array
 from pathlib import Path
 
 import numpy as np
@@ -94,7 +95,7 @@ def _dense(source: Source, made: Checkpoint, bar: tqdm) -> None:
 def _crcs(made: Checkpoint, where: str, name: str, x: Stored) -> None:
     """Those of the manifest are of the bytes that are there."""
     names = [name] if x.form.scale is None else [name, name + SCALE]
-    crc, rows = 0, list[int]()
+    crc, rows = 0, array("I")
     for key in names:
         size = made.tensors[key].nbytes
         line = size // max(x.shape[0], 1) if x.rows is not None and key == name else CHUNK
@@ -103,8 +104,8 @@ def _crcs(made: Checkpoint, where: str, name: str, x: Stored) -> None:
             raw = _read(made, key, at, min(step, size - at))
             crc = engine_pure.crc32c(raw, crc)
             if x.rows is not None and key == name:
-                rows += [engine_pure.crc32c(raw[i : i + line]) for i in range(0, len(raw), line)]
-    if crc != x.crc or (x.rows is not None and rows != x.rows.tolist()):
+                rows.extend(engine_pure.crc32c(raw[i : i + line]) for i in range(0, len(raw), line))
+    if crc != x.crc or (x.rows is not None and not np.array_equal(rows, x.rows)):
         raise MosaicError(
             f"{where}: tensor {show(name)} is damaged: expected CRC-32C {x.crc:08x} in {MANIFEST} and those of its "
             f"rows there, got {crc:08x}", "EFORMAT",

@@ -25,7 +25,7 @@ from mosaic_c.quantise import Unfit, quantise, spread, widen
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 
 
-_SLAB = 1024  # rows of a matrix that is converted at once, a multiple of every block
+_SLAB = 1 << 19  # values of a matrix that are converted at once, but whole blocks of rows
 
 
 @dataclass(frozen=True)
@@ -252,9 +252,9 @@ class Source:
         if stored.scale_header is not None:
             s = self.checkpoint.tensors[x.name + SCALE]
             scales = widen(self._read(s.file, s.offset, s.nbytes), s.dtype).reshape(s.shape)
-        line = x.source_bytes // rows
-        for row in range(0, rows, _SLAB):
-            n = min(_SLAB, rows - row)
+        line, slab = x.source_bytes // rows, max(_SLAB // cols // BLOCK, 1) * BLOCK
+        for row in range(0, rows, slab):
+            n = min(slab, rows - row)
             raw = self._read(info.file, x.offset + row * line, n * line)
             w = widen(raw, x.dtype).reshape(n, cols)
             if scales is not None:

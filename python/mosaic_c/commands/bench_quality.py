@@ -153,4 +153,4 @@ def tables(r: Report) -> list[str]:
             d, error = difference(x.kl, base.kl, counts)
             text = pm(1000 * d, None if error is None else 1000 * error, 2)
             lines.append(f"{x.experts:10} {x.dense:10} {text:>17}")
-    return lines
+    return lines + [f"note: left out: {x}" for x in r.notes]
