@@ -23,11 +23,12 @@ from mosaic_c.convert import DENSE, convert
 from mosaic_c.footprint import measure
 from mosaic_c.opening import plan_model
 from mosaic_c.pack import sealed
+from mosaic_c.pack_format import Format
 
 PROMPT = [(37 * i + 5) % 500 for i in range(40)]
 SOME, FEW = PROMPT[:12], [1, 2, 3, 4, 5]
-KEPT = ("embed_tokens", "lm_head", "norm", "gate.weight", "_gate.weight", "A_log", "dt_bias", "conv1d", "in_proj_a",
-        "in_proj_b")  # fmt: skip
+TURNED = {"q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj", "gate_proj", "up_proj",
+          "down_proj"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +72,8 @@ def values(c: Checkpoint, name: str) -> np.ndarray:
     if x.scale_header is None:
         return codes
     kind, shape = x.scale_header
-    scales = convert_check.unpack(
-        DENSE["bf16"] if kind == "BF16" else _plain(kind), raw(c, name + SCALE), *shape
-    )
+    scales = convert_check.unpack(Format(kind), raw(c, name + SCALE), *shape)
     return convert_check.times(codes, scales, x.form)
-
-
-def _plain(kind: str) -> Any:
-    return type(DENSE["bf16"])(kind)
 
 
 # ---- what is turned ------------------------------------------------------------------------------
@@ -89,9 +84,7 @@ def test_matrices_of_the_layers_are_turned_and_nothing_else(sources, packs):
         a, b = Checkpoint.open(sources[dtype]), Checkpoint.open(folder)
         assert b.pack is not None and b.pack.tensors is not None
         matrices = {w.name for w in a.plan.matrices()}
-        assert not any(
-            x.endswith(KEPT) for x in matrices - {x for x in matrices if "_gate" not in x}
-        )
+        assert {x.split(".")[-2] for x in matrices} == TURNED
         stays = DENSE[name].dtype == a.tensors[min(matrices)].dtype
         for tensor, x in b.pack.tensors.items():
             if tensor in matrices and not stays:
@@ -142,6 +135,25 @@ def test_every_family_in_eight_and_four_bits(model, tmp_path):
         dst = tmp_path / dense
         assert convert(VECTORS / model, dst, experts, verify=True, progress=False, dense=dense)
         assert np.isfinite(logits(dst, FEW)).all()
+
+
+def test_formats_may_differ_by_layer(tmp_path):
+    """A file of one pack in the place of another's, and its entries in the manifest."""
+    source, a, b = VECTORS / "qwen35_fp8", tmp_path / "a", tmp_path / "b"
+    for folder, dense in ((a, "int8"), (b, "int4-g64")):
+        convert(source, folder, "mxfp4", progress=False, dense=dense)
+    c, m, other = Checkpoint.open(a), manifest(a), manifest(b)
+    q = next(w.name for w in c.plan.matrices())
+    file = c.tensors[q].file
+    shutil.copyfile(b / c.names[file], a / c.names[file])
+    refusal(lambda: logits(a, FEW), "mosaic.json makes it I8")
+    for name in m["tensors"]:
+        if c.tensors[name].file == file:
+            m["tensors"][name] = other["tensors"][name]
+    (a / "mosaic.json").write_bytes(sealed(m))
+    s = convert(source, a, None, verify=True, progress=False)
+    assert s.dense == "int4-g64, int8-g128" and s.verified
+    assert logits(a, FEW).tobytes() == logits(a, FEW, isa="scalar", slots=9).tobytes()
 
 
 # ---- placement -----------------------------------------------------------------------------------
