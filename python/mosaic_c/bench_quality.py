@@ -204,20 +204,23 @@ def quality(
     model: str | os.PathLike[str],
     texts: Sequence[str | os.PathLike[str]] | None = None,
     variants: Sequence[str] | None = None,
-    window: int = WINDOW,
+    window: int | None = None,
     tokens: int | None = None,
     folder: str | os.PathLike[str] | None = None,
     progress: Progress = lambda what, done, total: None,
     rows: Callable[[Report], None] = lambda report: None,
     **options: Any,
 ) -> Report:
-    """Runs the model as it is and every variant; rows gets the report after each. options: of open_model."""
+    """Runs the model as it is and every variant; rows gets the report after each. variants: as variants_of has them,
+    None: VARIANTS; window: tokens, None: WINDOW or the model's limit. options: of open_model."""
     paths = [Path(x) for x in texts] if texts else sorted(TEXTS.glob("*.txt"))
     chosen = VARIANTS if variants is None else variants_of(variants)
     if tokens is not None and tokens < 2:
         raise UsageError(f"{tokens} tokens of each text: expected 2 or more")
     with Source(model) as source:
         plan_ = source.plan
+        if window is None:
+            window = min(WINDOW, plan_.max_positions)
         if not 2 <= window <= plan_.max_positions:
             raise UsageError(f"window: expected 2 to {plan_.max_positions} tokens, got {window}")
         found, windows = windows_of(Tokenizer(source.folder), paths, window, tokens)
@@ -230,7 +233,7 @@ def quality(
         str(source.folder), synthetic, plan_.vocab, window, found,
         [(x.text, x.scored) for x in windows], [], [],
     )  # fmt: skip
-    options |= {"ctx": min(window, plan_.max_positions)}
+    options |= {"ctx": window}
     way = "choose another --folder, or fewer --tokens"
     with scratch(folder, need, way) as temporary:
         logits = temporary / "logits"

@@ -33,8 +33,8 @@ def add_parser(which: argparse._SubParsersAction) -> None:
         "be repeated")  # fmt: skip
     add("--variant", metavar="EXPERTS+DENSE", action="append", help="formats as convert has them: int4-g64 (dense "
         "unchanged), +int8 (experts unchanged), int4-g64+int8; may be repeated (default: twelve)")  # fmt: skip
-    add("--window", type=int, default=512, metavar="N", help="tokens that are evaluated together, each predicted from "
-        "those before it in its window (default: %(default)s)")  # fmt: skip
+    add("--window", type=int, metavar="N", help="tokens that are evaluated together, each predicted from "
+        "those before it in its window (default: 512, or the model's limit)")  # fmt: skip
     add("--tokens", type=int, metavar="N", help="tokens of each text (default: all)")
     add("--folder", metavar="DIR", help="where packs and logits lie meanwhile (default: the system's for temporary "
         "files)")  # fmt: skip
