@@ -145,7 +145,7 @@ def test_the_command(tiny, text, tmp_path, capsys):
     assert main(args) == 0
     out = capsys.readouterr().out
     assert "synthetic weights" in out and "3 windows of at most 40 tokens, 97 predicted" in out
-    assert re.search(r"^mxfp4 +int8 +0\.\d +0\.\d\d +\d+\.\d{4} +-?[\d.]+ \+-[\d.]+ ", out, re.M)
+    assert re.search(r"^mxfp4 +int8 +0\.\d +0\.\d\d +\d+\.\d{3} \+-[\d.]+ +-?[\d.]+ \+-[\d.]+ ", out, re.M)
     assert re.search(r"paired, 1/1000 nat\nmxfp4 +int8 +-?[\d.]+ \+-[\d.]+\n", out)
     assert main([*args, "--json"]) == 0
     got = json.loads(capsys.readouterr().out)

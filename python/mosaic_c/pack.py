@@ -177,6 +177,12 @@ class _Reader:
         texts = pack_tensors.read_texts(m.get("texts"), self._fail)
         if self.look:
             pack_tensors.check_texts(self.folder, texts)
+        for w in self.plan.matrices():
+            if w.name in tensors and tensors[w.name].shape != w.shape:
+                got = list(tensors[w.name].shape)
+                self._fail(
+                    f"tensors: {show(w.name)}: shape: config.json makes it {list(w.shape)}", got
+                )
         names = tuple(w.name for w in self.plan.matrices())
         return Pack(files, sizes, layers, source, tensors, texts, names)
 

@@ -92,7 +92,7 @@ def heading(r: Report) -> str:
     lines = [
         f"{r.model}{' (synthetic weights: what follows says nothing about text)' if r.synthetic else ''}",
         f"{len(r.windows)} windows of at most {r.window} tokens, {scored} predicted; tokens: {texts}",
-        f"{'experts':10} {'dense':10} {'experts MB':>10} {'dense MB':>9} {'perplexity':>10} "
+        f"{'experts':10} {'dense':10} {'experts MB':>10} {'dense MB':>9} {'perplexity':>18} "
         f"{'change %':>15} {'KL, 1/1000 nat':>17} {'same first %':>14}",
     ]
     return "\n".join(lines)
@@ -103,10 +103,11 @@ def line(r: Report, x: Run) -> str:
 
     counts = [n for _, n in r.windows]
     first = r.runs[0]
-    ppl = math.exp(mean(x.nll, counts)[0])
+    nll, off = mean(x.nll, counts)
+    ppl = pm(math.exp(nll), None if off is None else math.exp(nll) * off, 3)
     text = (
         f"{x.experts:10} {x.dense:10} {x.expert_bytes / 1e6:10.1f} {x.dense_bytes / 1e6:9.2f} "
-        f"{ppl:10.4f}"
+        f"{ppl:>18}"
     )
     if x is first:
         return text
