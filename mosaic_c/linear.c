@@ -3,7 +3,9 @@
 #include "linear.h"
 
 #include "acts.h"
+#include "crc.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 
 /* Bytes of a matrix a thread takes at once, of gate and up each: smaller claims waste bandwidth
@@ -29,6 +31,23 @@ int mci_tensor_check(mc_engine *e, const mc_tensor *t, const char *name, int64_t
     if (rc < 0 || (rc = check_range(e, t->file, t->offset, *bytes, name, err)) < 0) return rc;
     return *scale_bytes ? check_range(e, t->scale_file, t->scale_offset, *scale_bytes, name, err)
                         : MC_OK;
+}
+
+static int damaged(mc_engine *e, const mc_tensor *t, int64_t offset, const char *name,
+                   int64_t bytes, uint32_t expected, uint32_t got, mc_error *err) {
+    return mci_fail(err, MC_EFORMAT, 0,
+                    "%s, byte %lld: %s of %lld bytes is damaged: CRC-32C expected %08x, got %08x; "
+                    "restore the file",
+                    mci_io_path(e->io, t->file), (long long)offset, name, (long long)bytes,
+                    expected, got);
+}
+
+static int check_crc(mc_engine *e, const mc_tensor *t, const mci_mat *m, int64_t bytes,
+                     int64_t scale_bytes, const char *name, mc_error *err) {
+    if (t->record != MC_CRC_TENSOR) return MC_OK;
+    uint32_t crc = mci_crc32c(mci_crc32c(0, m->data, bytes), m->scale, scale_bytes);
+    return crc == t->crc ? MC_OK
+                         : damaged(e, t, t->offset, name, bytes + scale_bytes, t->crc, crc, err);
 }
 
 int mci_weight_load(mc_engine *e, const mc_tensor *t, int64_t rows, int64_t cols, const char *name,
@@ -61,6 +80,7 @@ int mci_weight_load(mc_engine *e, const mc_tensor *t, int64_t rows, int64_t cols
         rc = mci_io_fetch(e->io, t->scale_file, t->scale_offset, scale_bytes, base + scale_at, err);
         if (rc < 0) goto fail;
     }
+    if ((rc = check_crc(e, t, &out->mat, bytes, scale_bytes, name, err)) < 0) goto fail;
     return MC_OK;
 fail:
     mci_weight_free(e, out);
@@ -206,6 +226,7 @@ struct mc_linear {
     mc_tensor t;
     _Atomic int64_t refs;
     mci_weight w; /* mat.data NULL: rows are read on demand */
+    uint32_t *row_crc; /* then: of each row, or NULL */
 };
 
 int mc_linear_create(mc_engine *e, const mc_tensor *w, int resident, mc_linear **out,
@@ -242,8 +263,22 @@ done:
 void mc_linear_free(mc_linear *l) {
     if (!l || atomic_fetch_sub(&l->refs, 1) != 1) return;
     mci_weight_free(l->e, &l->w);
+    mci_release(&l->e->mem, MC_MEM_META, l->row_crc, l->t.rows * 4);
     mci_engine_release(l->e);
     free(l);
+}
+
+int mc_linear_row_crc(mc_linear *l, const uint32_t *crc, mc_error *err) {
+    mc_engine *e = l->e;
+    void *mem;
+    int rc = mci_enter(e, err);
+    if (rc < 0) return rc;
+    if (!crc || l->w.mat.data || l->row_crc)
+        rc = mci_fail(err, MC_EINVAL, 0, "linear: CRCs are for rows that are read on demand, once");
+    else if ((rc = mci_alloc(&e->mem, MC_MEM_META, l->t.rows * 4, "CRCs of rows", &mem, err)) == 0)
+        l->row_crc = memcpy(mem, crc, (size_t)l->t.rows * 4);
+    mci_leave(e);
+    return rc;
 }
 
 /* Tokens are taken in pieces so that the pointer arrays need little scratch. */
@@ -290,8 +325,15 @@ int mc_linear_rows(mc_linear *l, const int32_t *ids, int64_t n, float *y, mc_err
         /* The stored row is at most as wide as the decoded one: read it into the row's tail, then
          * decode forward; element c is written at 4c and read at or beyond it. */
         uint8_t *raw = (uint8_t *)(dst + cols) - row;
-        rc = mci_io_fetch(e->io, l->t.file, l->t.offset + ids[i] * row, row, raw, err);
-        if (rc < 0) break;
+        int64_t at = l->t.offset + ids[i] * row;
+        if ((rc = mci_io_fetch(e->io, l->t.file, at, row, raw, err)) < 0) break;
+        uint32_t got = l->row_crc ? mci_crc32c(0, raw, row) : 0;
+        if (l->row_crc && got != l->row_crc[ids[i]]) {
+            char name[40];
+            snprintf(name, sizeof name, "row %d of the embedding", ids[i]);
+            rc = damaged(e, &l->t, at, name, row, l->row_crc[ids[i]], got, err);
+            break;
+        }
         for (int64_t c = 0, s = row / cols; c < cols; c++) {
             uint8_t one[4];
             memcpy(one, raw + c * s, (size_t)s);

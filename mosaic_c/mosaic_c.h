@@ -58,6 +58,8 @@ const char *mc_status_text(int code);
 enum { MC_F32 = 0, MC_BF16 = 1, MC_F16 = 2, MC_F8E4M3 = 3, MC_F4E2M1 = 4, MC_INT4 = 5, MC_INT8 = 6,
        MC_F8E8M0 = 7 /* scales only */ };
 
+enum { MC_CRC_NONE = 0, MC_CRC_RECORD = 1, MC_CRC_TENSOR = 2 }; /* what a CRC is of */
+
 /* A matrix (rows, cols), row-major, at any byte offset of a file; a vector has rows 1. Each row
  * begins at a whole byte; of two elements in a byte the first is in the low half.
  *
@@ -71,7 +73,8 @@ enum { MC_F32 = 0, MC_BF16 = 1, MC_F16 = 2, MC_F8E4M3 = 3, MC_F4E2M1 = 4, MC_INT
  * Elements of one block share a scale, which multiplies; a row is block_rows 1, block_cols 0. The
  * scales are a matrix (ceil(rows / block_rows), ceil(cols / block_cols)), row-major, of which the
  * last blocks may be partial. scale_file -1: none. file -1: the tensor is absent.
- * record, crc: see mc_expert; nothing else looks at them. */
+ * record MC_CRC_TENSOR: crc is the CRC-32C of its bytes and then of its scales', checked when it is
+ * read into memory: bytes that differ are MC_EFORMAT. MC_CRC_RECORD: see mc_expert. */
 typedef struct mc_tensor {
     int32_t file, dtype;
     int64_t offset, rows, cols;
@@ -84,11 +87,11 @@ typedef struct mc_tensor {
 
 /* One expert: gate and up (width, hidden), down (hidden, width).
  *
- * record 1, in all three: they and their scales are a record, which begins with gate at a multiple
- * of 4096, ends at the first one behind the last of them and holds nothing else of use. crc, the
- * same in all three: CRC-32C of the layer (as in mc_moe_desc) and the expert, 4 bytes each, then of
- * the whole record. It is checked whenever the expert is read; bytes that differ fail that read
- * with MC_EFORMAT. record 0: no check. */
+ * record MC_CRC_RECORD, in all three: they and their scales are a record, which begins with gate at
+ * a multiple of 4096, ends at the first one behind the last of them and holds nothing else of use.
+ * crc, the same in all three: CRC-32C of the layer (as in mc_moe_desc) and expert, 4 bytes each,
+ * then of the whole record. It is checked whenever the expert is read; bytes that differ fail that
+ * read with MC_EFORMAT. MC_CRC_NONE: no check. */
 typedef struct mc_expert {
     mc_tensor gate, up, down;
 } mc_expert;
@@ -182,6 +185,9 @@ typedef struct mc_linear mc_linear;
 int mc_linear_create(mc_engine *e, const mc_tensor *w, int resident, mc_linear **out,
                      mc_error *err);
 void mc_linear_free(mc_linear *l);
+/* The CRC-32C of each row of a matrix that is not resident (copied): from now on a row that is read
+ * and has another is MC_EFORMAT. Once, before rows are asked for. */
+int mc_linear_row_crc(mc_linear *l, const uint32_t *crc, mc_error *err);
 /* y (n_tok, rows) = x (n_tok, cols) * W^T. */
 int mc_linear_forward(mc_linear *l, const float *x, int64_t n_tok, float *y, mc_error *err);
 /* y (n, cols) = decoded rows ids[0..n); an id outside the matrix is MC_ERANGE. */

@@ -24,7 +24,7 @@ from helpers_checkpoint import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mosaic_c import engine, engine_pure, pack
+from mosaic_c import engine, engine_pure, pack_format
 from mosaic_c.checkpoint import DTYPE_CODES, TENSOR_DTYPE, Checkpoint, TensorInfo
 from mosaic_c.dtypes import BITS
 from mosaic_c.errors import MosaicError
@@ -138,10 +138,10 @@ def test_mc_tensor_layout() -> None:
     assert DTYPE_CODES == engine.DTYPES
 
 
-@pytest.mark.parametrize("dtype", pack.ALLOWED)
+@pytest.mark.parametrize("dtype", pack_format.ALLOWED)
 def test_a_type_is_as_wide_here_as_in_c(dtype: str) -> None:
     """By the slab of an expert whose scales lie elsewhere."""
-    side, (scales, blocks) = 4096, pack.ALLOWED[dtype]
+    side, (scales, blocks) = 4096, pack_format.ALLOWED[dtype]
     size = side * side * BITS[dtype] // 8
     e = np.zeros((1, 3), TENSOR_DTYPE)
     e["dtype"], e["rows"], e["cols"], e["offset"] = (

@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mosaic_c import engine_pure, quantise
-from mosaic_c.convert import FORMATS
-from mosaic_c.pack import Format
+from mosaic_c.convert import DENSE, FORMATS
+from mosaic_c.pack_format import Format
+
+ALL = {form.name: form for form in (*FORMATS.values(), *DENSE.values())}
+SCALED = tuple(name for name, form in ALL.items() if form.scale)
 
 
 def round_trip(w: np.ndarray, form: Format) -> tuple[np.ndarray, np.ndarray]:
@@ -19,7 +22,7 @@ def round_trip(w: np.ndarray, form: Format) -> tuple[np.ndarray, np.ndarray]:
     rows, cols = w.shape
     codes, scales = quantise.quantise(w, form)
     assert (len(codes), len(scales)) == (form.nbytes(rows, cols), form.scale_nbytes(rows, cols))
-    wide = len(codes) // rows * (1 if form.dtype == "F8_E4M3" else 2)
+    wide = len(codes) // rows * (1 if form.dtype in ("F8_E4M3", "I8") else 2)
     values = engine_pure.decode(form.dtype, codes, rows * wide).reshape(rows, wide)[:, :cols]
     scale = engine_pure.decode(form.scale, scales, form.scales(rows, cols))
     return values, scale.reshape(-(-rows // form.block[0]), -1)
@@ -34,19 +37,19 @@ def nearest(w: np.ndarray, grid: np.ndarray, each: np.ndarray) -> np.ndarray:
 
 
 E4M3 = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-GRIDS = {"INT4": np.arange(8.0), "F4": np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]), "F8_E4M3": E4M3}
+GRIDS = {"INT4": np.arange(8.0), "I8": np.arange(128.0), "F4": np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]), "F8_E4M3": E4M3}
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    name=st.sampled_from(tuple(FORMATS)),
+    name=st.sampled_from(SCALED),
     rows=st.integers(1, 140),
     cols=st.integers(1, 300),
     size=st.floats(-30, 4),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_every_value_is_the_nearest_of_its_grid(name, rows, cols, size, seed):
-    form, rng = FORMATS[name], np.random.default_rng(seed)
+    form, rng = ALL[name], np.random.default_rng(seed)
     w = (rng.standard_normal((rows, cols)) * 10.0**size).astype(np.float32)
     w[rng.random(w.shape) < 0.1] = 0
     w[: rows // 3] *= np.float32(1e-6)
@@ -61,7 +64,7 @@ def test_every_value_is_the_nearest_of_its_grid(name, rows, cols, size, seed):
     assert (np.abs(got - w)[some] <= (best + 1e-6 * np.abs(w))[some]).all()
     assert (got[each == 0] == 0).all() and (got[w == 0] == 0).all()
     top = quantise.absmax(w, form.block)
-    full = {"INT4": 7, "F8_E4M3": 448}.get(form.dtype)
+    full = {"INT4": 7, "I8": 127, "F8_E4M3": 448}.get(form.dtype)
     if full and form.scale == "F32":
         assert np.allclose(scale * np.float32(full), top, rtol=1e-6, atol=1e-42)
     elif form.dtype == "F4":
@@ -94,15 +97,30 @@ def test_e4m3_of_every_half_way():
     assert np.array_equal(quantise.E4M3[:127], E4M3)
 
 
-@pytest.mark.parametrize("name", tuple(FORMATS))
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1))
+def test_bf16_is_that_of_ml_dtypes(values):
+    """Rounded once, ties to even; what would be infinite is refused."""
+    w = np.array([values], np.float32)
+    want = w.astype(ml_dtypes.bfloat16)
+    if np.isinf(want.astype(np.float32)).any():
+        refusal(lambda: quantise.quantise(w, ALL["bf16"]), "is too large", code="EFORMAT")
+        return
+    codes, scales = quantise.quantise(w, ALL["bf16"])
+    assert (codes, scales) == (want.tobytes(), b"")
+    values = engine_pure.decode("BF16", codes, w.size).reshape(w.shape)
+    off = np.abs(values.astype(np.float64) - w)
+    assert (off <= quantise.rounding(w, values, values, ALL["bf16"])).all()
+
+
+@pytest.mark.parametrize("name", tuple(ALL))
 def test_what_no_format_holds(name):
     for bad in (np.nan, np.inf, -np.inf):
         w = np.ones((3, 40), np.float32)
         w[1, 33] = bad
-        refusal(lambda w=w: quantise.quantise(w, FORMATS[name]), "NaN or infinite", code="EFORMAT")
-    if FORMATS[name].scale == "F16":
+        refusal(lambda w=w: quantise.quantise(w, ALL[name]), "NaN or infinite", code="EFORMAT")
+    if ALL[name].scale == "F16":
         refusal(
-            lambda: quantise.quantise(np.full((1, 5), 1e6, np.float32), FORMATS[name]),
+            lambda: quantise.quantise(np.full((1, 5), 1e7, np.float32), ALL[name]),
             "too large for F16",
         )
 

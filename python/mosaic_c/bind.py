@@ -20,13 +20,14 @@ from mosaic_c.errors import MosaicError
 from mosaic_c.header import DTYPES
 from mosaic_c.jsonfile import few, show, shown_path
 from mosaic_c.pack import MANIFEST, PackLayer
+from mosaic_c.pack_format import ALLOWED
+from mosaic_c.pack_tensors import SCALE, Stored
 from mosaic_c.plan import Experts, ModelPlan, Weight
 
 F8 = DTYPE_CODES["F8_E4M3"]
 # The types that official checkpoints of our families have.
 WEIGHT_DTYPES = ("F32", "BF16", "F16", "F8_E4M3")
 CODE_NAMES = tuple(DTYPE_CODES)
-SCALE = "_scale_inv"  # added to the name of a quantised tensor: x.weight -> x.weight_scale_inv
 SCALE_DTYPES = ("F32", "BF16", "F8_E8M0")
 BLOCK = 128  # edge of the blocks of FP8 that share a scale
 ENOUGH = 100_000  # missing tensors after which nobody counts further
@@ -52,6 +53,7 @@ class Span:
     scale_dtype: str | None = None
     scale_offset: int | None = None
     block: tuple[int, int] = (BLOCK, BLOCK)  # rows and columns that share a scale
+    crc: int | None = None  # CRC-32C of its bytes, then of its scales'; None: not known
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +74,8 @@ class Located:
     plan: with the head of a tied checkpoint that stores one after all. spans: by tensor name, all
     but the experts. experts: for each of plan.moe_layers a contiguous array (count, 3) of
     TENSOR_DTYPE (gate, up, down), which C reads as mc_expert[count]. skipped: prefix -> (tensors,
-    bytes). ignored: names of harmless tensors without use.
+    bytes). ignored: names of harmless tensors without use. row_crc: (vocab,) uint32, CRC-32C of the
+    rows of the embedding; None: not known.
     """
 
     plan: ModelPlan
@@ -81,9 +84,17 @@ class Located:
     experts: list[np.ndarray]
     skipped: dict[str, tuple[int, int]]
     ignored: list[str] = field(default_factory=list)
+    row_crc: np.ndarray | None = None
 
     def span(self, weight: Weight) -> Span:
         return self.spans[weight.name]
+
+    def named(self, error: MosaicError) -> MosaicError:
+        """An error of C about damage at a place, with the name of the tensor there, which C does not know."""
+        for name, s in self.spans.items():
+            if str(error).startswith(f"{self.files[s.file]}, byte {s.offset}: "):
+                return MosaicError(f"tensor {show(name)}: {error}", error.code)
+        return error
 
 
 def matrix_bytes(e: np.ndarray) -> np.ndarray:
@@ -112,7 +123,9 @@ def locate(checkpoint: Checkpoint, plan: ModelPlan) -> Located:
         experts.append(binder.experts(layer.experts, i))
     binder.check_missing()
     skipped, ignored = binder.leftovers()
-    return Located(plan, checkpoint.files, spans, experts, skipped, ignored)
+    stored = binder.stored.get(plan.embed.name)
+    rows = None if stored is None else stored.rows
+    return Located(plan, checkpoint.files, spans, experts, skipped, ignored, rows)
 
 
 class _Binder:
@@ -121,6 +134,7 @@ class _Binder:
         self.paths = [checkpoint.folder / name for name in checkpoint.names]
         self.t: TensorTable = checkpoint.tensors
         self.plan, self.pack = plan, checkpoint.pack
+        self.stored = (checkpoint.pack and checkpoint.pack.tensors) or {}
         self.used = np.zeros(len(self.t), bool)
         self.missing: list[str] = []  # the first few
         self.n_missing = 0
@@ -133,6 +147,8 @@ class _Binder:
             self._lack([w.name])
             return None
         rows, cols = (1, w.shape[0]) if len(w.shape) == 1 else (w.shape[0], w.shape[-1])
+        if (stored := self.stored.get(w.name)) is not None:
+            return self._listed(w, row, stored, rows, cols)
         out = np.zeros(1, TENSOR_DTYPE)
         scale = (-(-rows // BLOCK), -(-cols // BLOCK)) if len(w.shape) == 2 else None
         self._fill(
@@ -149,6 +165,27 @@ class _Binder:
             scale_dtype=CODE_NAMES[r["scale_dtype"]],
             scale_offset=int(r["scale_offset"]),
         )
+
+    def _listed(self, w: Weight, row: int, x: Stored, rows: int, cols: int) -> Span:
+        """From a pack that lists its tensors; the headers agree with the list."""
+        if x.shape != w.shape:
+            self._fail(row, w.name, f"expected shape {list(w.shape)}", list(x.shape))
+        scales, blocks = ALLOWED.get(x.form.dtype, (("no type of weights",), ()))
+        if (x.form.scale is None) != (not scales):
+            text = f"{x.form.dtype} without the scales that it needs, or not a type of weights"
+            self._fail_text(row, w.name, f"stored as {text}", "EUNSUPPORTED")
+        if w == self.plan.embed and x.rows is None:
+            self._fail_text(row, w.name, f"{MANIFEST} has no rows_crc32c for the embedding")
+        t, self.used[row] = self.t, True
+        span = Span(int(t.file[row]), x.form.dtype, int(t.offset[row]), rows, cols, crc=x.crc)
+        if x.form.scale is None:
+            return span
+        scale = t.row(w.name + SCALE)
+        self.used[scale] = True
+        return replace(
+            span, scale_file=int(t.file[scale]), scale_dtype=x.form.scale, scale_offset=int(t.offset[scale]),
+            block=x.form.block,
+        )  # fmt: skip
 
     # ---- experts -----------------------------------------------------------------------------
 

@@ -91,6 +91,7 @@ def dense_bytes(located: Located) -> int:
     for weight in plan.weights():
         span = located.span(weight)
         if weight == plan.embed and not _embedding_needed(located):
+            total += 0 if located.row_crc is None else located.row_crc.nbytes + TENSOR_SLACK
             continue
         if span.rows == 1 or len(weight.shape) == 3:  # vectors and the convolution become float32
             total += span.rows * span.cols * 4 + TENSOR_SLACK

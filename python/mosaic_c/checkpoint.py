@@ -21,6 +21,7 @@ from mosaic_c import pack as packs
 from mosaic_c.errors import MosaicError
 from mosaic_c.header import DTYPES, MAX_HEADER, Columns, read_header
 from mosaic_c.jsonfile import few, load, path_text, reason, show, shown_path
+from mosaic_c.pack_tensors import check_headers
 from mosaic_c.plan import ModelPlan
 
 if TYPE_CHECKING:
@@ -143,6 +144,8 @@ class Checkpoint:
         tensors, sizes = _read_all([folder / name for name in names])
         _check_index(folder / INDEX, index, names, tensors)
         pack = packs.read(folder, plan)
+        if pack is not None and pack.tensors is not None:
+            check_headers(tensors, pack.tensors, folder, packs.MANIFEST)
         if pack is not None:
             names, sizes = names + pack.files, sizes + pack.sizes
         files = [Path(os.path.realpath(folder / name)) for name in names]

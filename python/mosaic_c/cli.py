@@ -29,7 +29,7 @@ COMMANDS = (
     "verify",
     "doctor",
 )
-PATHS = ("model", "path", "config", "src", "dst", "trace", "routing", "compare", "plot")
+PATHS = ("model", "path", "config", "src", "dst", "trace", "routing", "compare", "plot", "source")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,5 +1,5 @@
 """Makes an expert pack of an official checkpoint: the routed experts in a format of docs/format.md, one record
-an expert; every other tensor byte for byte as it is.
+an expert; every other tensor byte for byte as it is, but for the matrices of the layers where `dense` asks.
 
     DST.partial/journal    what is finished and on disk, a JSON line each; the first line says of what and into what
     DST.partial/pack/      becomes DST by one rename when all is there
@@ -15,24 +15,36 @@ import json
 import os
 import shutil
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
-from mosaic_c import engine_pure
+from mosaic_c import engine_pure, pack_tensors
 from mosaic_c import pack as packs
 from mosaic_c.checkpoint import INDEX, Checkpoint
+from mosaic_c.convert_place import (
+    FOLDER,
+    JOURNAL,
+    check_partial,
+    check_place,
+    create,
+    open_own,
+    partial_of,
+)
 from mosaic_c.convert_source import Shard, Source
 from mosaic_c.errors import MosaicError, UsageError
-from mosaic_c.jsonfile import path_text, reason, shown_path
-from mosaic_c.limits import default_threads, format_size, read_limits
-from mosaic_c.pack import Format, Pack, PackLayer, lay_out, shapes_of
+from mosaic_c.jsonfile import path_text, pieces, reason, show, shown_path
+from mosaic_c.limits import MAX_THREADS, default_threads, format_size, read_limits
+from mosaic_c.pack import Pack, PackLayer, lay_out, shapes_of
+from mosaic_c.pack_format import Format
+from mosaic_c.pack_tensors import Stored
 from mosaic_c.quantise import Unfit, quantise, widen
 from mosaic_c.synth_shapes import LABEL
 from mosaic_c.synth_stream import writing
@@ -45,9 +57,15 @@ FORMATS = {
         Format("INT4", "F32", (1, 0)),
         Format("F4", "F8_E8M0", (1, 32)),
         Format("F8_E4M3", "F32", (128, 128)),
+        Format("BF16"),
     )
 }
-DENSE = ("fp8",)
+DENSE = {
+    "fp8": FORMATS["fp8"],
+    "int8": Format("I8", "F16", (1, 128)),
+    "bf16": FORMATS["bf16"],
+    "int4-g64": FORMATS["int4-g64"],
+}
 # What config.json must say for the loader to take FP8 matrices.
 QUANTISED = {
     "quant_method": "fp8",
@@ -56,7 +74,6 @@ QUANTISED = {
     "weight_block_size": [128, 128],
 }
 FILE_BYTES = 4_000_000_000  # of record files; a layer is never divided
-JOURNAL, FOLDER = "journal", "pack"
 _SPARE = 16 << 20  # room asked for beyond the tensors: manifest, index
 T = TypeVar("T")
 
@@ -70,6 +87,7 @@ class Summary:
     source: str
     sha256: str
     format: str
+    dense: str
     layers: int
     experts: int
     bytes: int
@@ -90,7 +108,7 @@ def convert(
     dense: str | None = None,
 ) -> Summary:
     """Writes the pack dst of the checkpoint src; experts: a name of FORMATS; dense: one of DENSE, for the matrices
-    of the layers that official FP8 releases have so, None: as they are. progress: a bar on stderr. verify: reads
+    of the layers that official FP8 releases have in FP8, None: as they are. progress: a bar on stderr. verify: reads
     it back beside the source, and of a dst that exists does just that (experts None: whatever it has).
 
     UsageError for arguments that make no sense or an existing dst, MosaicError for a source that cannot be
@@ -99,8 +117,8 @@ def convert(
     from mosaic_c.convert_check import compare
 
     start = time.monotonic()
-    out = Path(os.path.abspath(path_text(dst)))
-    _check_place(Path(os.path.realpath(path_text(src))), out)
+    out = Path(os.path.abspath(_without_nul(dst)))
+    check_place(_without_nul(src), out)
     there = os.path.lexists(out)
     if there and not verify:
         raise UsageError(
@@ -111,8 +129,8 @@ def convert(
         raise UsageError(f"{got}: expected one of {', '.join(FORMATS)}")
     if dense is not None and dense not in DENSE:
         raise UsageError(f"unknown dense format {dense!r}: expected {', '.join(DENSE)}")
-    if threads is not None and threads < 1:
-        raise UsageError(f"{threads} threads make no sense: expected 1 or more")
+    if threads is not None and not 1 <= threads <= MAX_THREADS:
+        raise UsageError(f"{threads} threads make no sense: expected 1 to {MAX_THREADS}")
     threads = threads or default_threads(read_limits())
     with Source(src) as source:
         resumed = verified = 0
@@ -121,7 +139,7 @@ def convert(
                 sha256 = source.sha256(threads, bar.update)
         else:
             assert experts is not None
-            job = _Job(source, out, experts, dense == "fp8", threads, file_bytes)
+            job = _Job(source, out, experts, dense, threads, file_bytes)
             try:
                 resumed, sha256 = job.run(progress)
             except OSError as error:
@@ -131,7 +149,8 @@ def convert(
                 ) from None
         if verify:
             with _bar("verify", source.hashed_bytes, progress) as bar:
-                verified = compare(source, out, sha256, experts, threads, bar)
+                verified = compare(source, out, sha256, (experts, dense), threads, bar)
+            source.check_unchanged()
     pack = Checkpoint.open(out).pack
     assert pack is not None
     return Summary(
@@ -139,6 +158,7 @@ def convert(
         source=str(source.folder),
         sha256=sha256,
         format=pack.format,
+        dense=pack.dense_format,
         layers=len(pack.layers),
         experts=sum(x.count for x in pack.layers),
         bytes=sum(x.stat().st_size for x in out.iterdir()),
@@ -149,18 +169,15 @@ def convert(
     )
 
 
+def _without_nul(path: str | os.PathLike[str]) -> str:
+    text = path_text(path)
+    if "\0" in text:
+        raise UsageError(f"path {show(text)}: expected no NUL in it")
+    return text
+
+
 def _bar(what: str, total: int, progress: bool) -> tqdm:
     return tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=not progress)
-
-
-def _check_place(src: Path, dst: Path) -> None:
-    real = Path(os.path.realpath(dst))
-    if real == src:
-        raise UsageError(f"{shown_path(dst)} is the source itself: choose another folder")
-    if src in real.parents:
-        raise UsageError(
-            f"{shown_path(dst)} lies in the source: choose a folder outside {shown_path(src)}"
-        )
 
 
 def plan(source: Source, form: Format, sha256: str, file_bytes: int) -> Pack:
@@ -181,7 +198,9 @@ def plan(source: Source, form: Format, sha256: str, file_bytes: int) -> Pack:
             PackLayer(len(sizes) - 1, sizes[-1], e.count, (a, b, c), shapes_of(e), parts, size, crc)
         )
         sizes[-1] += layers[-1].nbytes
-    return Pack([packs.RECORDS.format(i + 1) for i in range(len(sizes))], sizes, layers, origin)
+    names = [packs.RECORDS.format(i + 1) for i in range(len(sizes))]
+    matrices = tuple(w.name for w in source.plan.matrices())
+    return Pack(names, sizes, layers, origin, {}, {}, matrices)
 
 
 def _format(source: Source, form: Format, layer: int, part: int) -> Format:
@@ -233,20 +252,26 @@ def in_order(threads: int, work: Callable[[int], T], items: Iterable[int]) -> It
 
 class _Job:
     def __init__(
-        self, source: Source, dst: Path, experts: str, fp8: bool, threads: int, file_bytes: int
-    ) -> None:
+        self, source: Source, dst: Path, experts: str, dense: str | None, threads: int,
+        file_bytes: int,
+    ) -> None:  # fmt: skip
         self.source, self.dst, self.experts, self.threads = source, dst, experts, threads
-        self.fp8 = fp8
-        self.partial = dst.with_name(f"{dst.name}.partial")
+        self.dense = dense
+        self.partial = partial_of(dst)
         self.folder = self.partial / FOLDER
         self.pack = plan(source, FORMATS[experts], "", file_bytes)
+        assert self.pack.tensors is not None
+        self.tensors = self.pack.tensors
         self.sha256 = ""
-        self.shards = source.shards(fp8)
+        self.shards = source.shards(None if dense is None else DENSE[dense])
         self.texts = source.texts()
+        self.known = {x.name for x in (*self.shards, *self.texts)} | {*self.pack.files}
+        self.known |= {packs.MANIFEST, INDEX}
 
     def run(self, progress: bool) -> tuple[int, str]:
         """All of it; (bytes that an earlier run had finished, hash of the source)."""
         total = sum(self.pack.sizes) + sum(x.nbytes for x in self.shards)
+        check_partial(self.partial, self.known)
         self._check_disk(total + sum(x.stat().st_size for x in self.texts) + _SPARE)
         whole = total + self.source.hashed_bytes
         with self._locked() as journal, _bar(f"convert {self.experts}", whole, progress) as bar:
@@ -258,13 +283,16 @@ class _Job:
                 if shard.name in done:
                     kept += shard.nbytes
                 else:
-                    self._write_shard(shard, bar)
-                    _note(journal, {"file": shard.name})
+                    found = self._write_shard(shard, bar)
+                    self.source.check_unchanged()
+                    _note(journal, {"file": shard.name, "tensors": pack_tensors.entries(found)})
+                    self.tensors |= found
             for i, layer in enumerate(self.pack.layers):
                 if i in done:
                     kept += layer.nbytes
                 else:
                     self._write_layer(i, layer, bar)
+                    self.source.check_unchanged()
                     _note(journal, {"layer": i, "crc32c": layer.crc.astype(">u4").tobytes().hex()})
             bar.update(kept)
             self._write_texts()
@@ -288,8 +316,8 @@ class _Job:
     @contextmanager
     def _locked(self) -> Iterator[int]:
         """The journal, held by this process alone."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        fd = os.open(self.partial / JOURNAL, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self.partial.mkdir(parents=True, exist_ok=True)
+        fd = open_own(self.partial / JOURNAL)
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -297,6 +325,11 @@ class _Job:
                 raise UsageError(
                     f"{shown_path(self.partial)}: another convert is writing it", "EBUSY"
                 ) from None
+            if (
+                not self.folder.is_dir()
+            ):  # none yet, or the pack it was about is finished and renamed
+                os.ftruncate(fd, 0)
+                self.folder.mkdir()
             yield fd
         finally:
             os.close(fd)
@@ -304,7 +337,7 @@ class _Job:
     def _resume(self, journal: int) -> set[str | int]:
         """What is finished: names of files, and numbers of layers, whose CRCs are taken from the journal."""
         head = {
-            "journal": 1, "source": self.sha256, "experts": self.experts, "dense_fp8": self.fp8,
+            "journal": 2, "source": self.sha256, "experts": self.experts, "dense": self.dense,
             "files": [[a, b] for a, b in zip(self.pack.files, self.pack.sizes, strict=True)],
         }  # fmt: skip
         text = b""
@@ -319,6 +352,7 @@ class _Job:
             ours = not lines or lines[0] == head
             for line in lines[1:] if ours else ():
                 if "file" in line:
+                    self.tensors |= pack_tensors.read_tensors(line["tensors"], _foreign)
                     done.add(line["file"])
                 else:
                     crc = np.frombuffer(bytes.fromhex(line["crc32c"]), ">u4")
@@ -337,18 +371,30 @@ class _Job:
 
     # ---- files -------------------------------------------------------------------------------
 
-    def _write_shard(self, shard: Shard, bar: tqdm) -> None:
-        path = self.folder / shard.name
+    def _write_shard(self, shard: Shard, bar: tqdm) -> dict[str, Stored]:
+        """Its tensors, with their CRCs."""
+        path, found = self.folder / shard.name, dict[str, Stored]()
         path.unlink(missing_ok=True)
         with writing(path, shard.nbytes, bar) as file:
             file.add(shard.header)
             for piece in shard.pieces:
+                crc, embed, rows = 0, self.source.plan.embed, array("I")
+                line = piece.nbytes // embed.shape[0] if piece.name == embed.name else 0
                 for chunk in self.source.contents(shard.file, piece):
                     file.add(chunk)
+                    crc = engine_pure.crc32c(chunk, crc)
+                    for at in range(0, len(chunk), line) if line else ():
+                        rows.append(engine_pure.crc32c(chunk[at : at + line]))
+                for chunk in self.source.scales_of(piece):
+                    crc = engine_pure.crc32c(chunk, crc)
+                if piece.stored is not None:
+                    each = np.array(rows, np.uint32) if line else None
+                    found[piece.name] = replace(piece.stored, crc=crc, rows=each)
+        return found
 
     def _write_layer(self, number: int, layer: PackLayer, bar: tqdm) -> None:
         path = self.folder / self.pack.files[layer.file]
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = open_own(path)
 
         def one(expert: int) -> int:
             raw, crc = record(self.source, layer, number, expert)
@@ -372,10 +418,11 @@ class _Job:
 
     def _write_texts(self) -> None:
         for path in self.texts:
-            _whole(self.folder / path.name, path.read_bytes())
-        if self.fp8 and self.source.plan.weight_block is None:
+            _whole(self.folder / path.name, pieces(path))
+        self.source.check_unchanged()
+        if self.dense == "fp8" and self.source.plan.weight_block is None:
             config = self.source.checkpoint.config | {"quantization_config": QUANTISED}
-            _whole(self.folder / "config.json", _json(config))
+            _whole(self.folder / "config.json", [_json(config)])
         if self.source.indexed:
             size = sum(shard.nbytes - len(shard.header) for shard in self.shards)
             weight_map = {name: shard.name for shard in self.shards for name in shard.tensors}
@@ -383,24 +430,19 @@ class _Job:
                 "metadata": {"total_size": size},
                 "weight_map": dict(sorted(weight_map.items())),
             }
-            _whole(self.folder / INDEX, _json(index))
-        _whole(self.folder / packs.MANIFEST, _json(packs.manifest(self.pack)))
+            _whole(self.folder / INDEX, [_json(index)])
+        assert self.pack.texts is not None
+        for name in pack_tensors.TEXTS:
+            if (self.folder / name).exists():
+                self.pack.texts[name] = pack_tensors.file_crc(self.folder / name)
+        _whole(self.folder / packs.MANIFEST, [packs.manifest(self.pack)])
 
     def _finish(self) -> None:
         """One rename; before it everything is on disk, after it only the journal is left to remove.
 
         What an earlier run had finished may have been removed or cut since: the pack is opened under its old name.
         """
-        known = {x.name for x in (*self.shards, *self.texts)} | {
-            *self.pack.files,
-            packs.MANIFEST,
-            INDEX,
-        }
-        for path in self.folder.iterdir():
-            if path.name not in known:
-                raise MosaicError(
-                    f"{shown_path(path)}: not a file of this pack; remove it", "EEXIST"
-                )
+        check_partial(self.partial, self.known)
         try:
             Checkpoint.open(self.folder).locate()
         except MosaicError as error:
@@ -412,11 +454,19 @@ class _Job:
             raise UsageError(f"{shown_path(self.dst)} exists already, since just now", "EEXIST")
         os.rename(self.folder, self.dst)
         _sync(self.dst.parent)
-        shutil.rmtree(self.partial, ignore_errors=True)
+        with suppress(OSError):
+            (self.partial / JOURNAL).unlink()
+            self.partial.rmdir()
+
+
+def _foreign(rule: str, got: object, code: str = "") -> Any:
+    raise ValueError(rule)
 
 
 def _note(journal: int, line: dict[str, Any]) -> None:
-    os.write(journal, json.dumps(line).encode() + b"\n")
+    rest = memoryview(json.dumps(line).encode() + b"\n")
+    while rest:
+        rest = rest[os.write(journal, rest) :]
     os.fsync(journal)
 
 
@@ -424,9 +474,10 @@ def _json(value: object) -> bytes:
     return json.dumps(value, indent=2).encode() + b"\n"
 
 
-def _whole(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
+def _whole(path: Path, data: Iterable[bytes]) -> None:
+    with open(create(path), "wb") as file:
+        for part in data:
+            file.write(part)
         file.flush()
         os.fsync(file.fileno())
 

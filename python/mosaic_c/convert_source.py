@@ -5,49 +5,45 @@ Reads leave no pages behind: a source is larger than memory. All methods may be 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from mosaic_c.bind import CODE_NAMES, F8, SCALE, matrix_bytes, scale_bytes
-from mosaic_c.checkpoint import INDEX, SINGLE, Checkpoint
+from mosaic_c.bind import BLOCK, CODE_NAMES, F8, SCALE_DTYPES, matrix_bytes, scale_bytes
+from mosaic_c.checkpoint import INDEX, SINGLE, Checkpoint, TensorTable
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.jsonfile import open_regular, parse, read_exact, show, shown_path
-from mosaic_c.pack import Format
-from mosaic_c.plan import Attention, Weight
+from mosaic_c.origin import CHUNK, folder_hash
+from mosaic_c.pack_format import Format
+from mosaic_c.pack_tensors import SCALE, Stored
 from mosaic_c.quantise import Unfit, quantise, spread, widen
 
-CHUNK = 4 << 20
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 
 
-FP8 = Format("F8_E4M3", "F32", (128, 128))  # of dense matrices that are converted
-_SLAB = 1024  # rows of such a matrix at once, a multiple of its block
+_SLAB = 1 << 19  # values of a matrix that are converted at once, but whole blocks of rows
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of the source's file. rows, cols: it becomes FP8, followed by its scales; 0: it is copied."""
+    """A tensor of the source's file. stored: what it is in the pack, None: the scale of another, whose entry covers
+    it. turned: it becomes that, followed by its scales; else it is copied."""
 
     name: str
     dtype: str
     offset: int
     source_bytes: int
-    rows: int = 0
-    cols: int = 0
+    stored: Stored | None
+    turned: bool = False
 
     @property
     def nbytes(self) -> int:
-        """In the pack, scales too."""
-        if not self.rows:
-            return self.source_bytes
-        return FP8.nbytes(self.rows, self.cols) + FP8.scale_nbytes(self.rows, self.cols)
+        """In the pack, the scales that follow too."""
+        return self.stored.nbytes if self.turned and self.stored else self.source_bytes
 
 
 @dataclass(frozen=True)
@@ -67,12 +63,31 @@ class Shard:
     def tensors(self) -> Iterator[str]:
         for x in self.pieces:
             yield x.name
-            if x.rows:
+            if x.turned and x.stored and x.stored.scale_header:
                 yield x.name + SCALE
+
+
+def stored_in(table: TensorTable, name: str) -> Stored:
+    """How a checkpoint has a tensor: a matrix of FP8 with the scales beside it, or as its header says."""
+    info, scale = table[name], table.get(name + SCALE)
+    if info.dtype == "F8_E4M3" and scale is not None and len(info.shape) == 2:
+        found = Stored(Format(info.dtype, scale.dtype, (BLOCK, BLOCK)), info.shape)
+        if scale.dtype in SCALE_DTYPES and found.scale_header == (scale.dtype, scale.shape):
+            return found
+    return Stored(Format(info.dtype), info.shape)
+
+
+def _identity(path: str) -> tuple[int, ...]:
+    try:
+        st = os.stat(path)
+    except OSError:
+        return ()
+    return st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns
 
 
 class Source:
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        config = _identity(os.path.join(os.path.abspath(path), "config.json"))
         self.checkpoint = Checkpoint.open(path)
         self.folder = self.checkpoint.folder
         if self.checkpoint.pack is not None:
@@ -86,6 +101,8 @@ class Source:
             raise UsageError(
                 f"{shown_path(self.folder)}: this model has no routed experts to convert"
             )
+        self._seen = {path: _identity(path) for path in map(str, self.checkpoint.files)}
+        self._seen[str(self.folder / "config.json")] = config
         self._fds = [open_regular(path)[0] for path in self.checkpoint.files]
         for fd in self._fds:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -99,6 +116,15 @@ class Source:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def check_unchanged(self) -> None:
+        """Refuses a source whose files are no longer those that were opened: its hash would be of other bytes."""
+        for path, seen in self._seen.items():
+            if _identity(path) != seen:
+                raise MosaicError(
+                    f"{shown_path(path)}: changed while it was being converted; wait until it is complete and convert "
+                    "again", "ESTALE",
+                )  # fmt: skip
 
     # ---- experts -----------------------------------------------------------------------------
 
@@ -144,17 +170,28 @@ class Source:
 
     # ---- everything else ---------------------------------------------------------------------
 
-    def shards(self, fp8: bool = False) -> list[Shard]:
-        """The source's files without the experts; a file of experts alone is left out. fp8: matrices of the layers
-        become FP8, where official FP8 releases have it."""
+    def shards(self, dense: Format | None = None) -> list[Shard]:
+        """The source's files without the experts; a file of experts alone is left out. dense: the matrices of the
+        layers (ModelPlan.matrices) become this."""
         table, gone = self.checkpoint.tensors, set(self._expert_names())
-        wanted = {w.name for w in self._matrices()} if fp8 else set()
+        wanted = {w.name for w in self.plan.matrices()} if dense else set()
         members: dict[int, list[Piece]] = {}
         for name, info in table.items():
             if name in gone:
                 continue
-            rows, cols = info.shape if name in wanted and info.dtype != FP8.dtype else (0, 0)
-            piece = Piece(name, info.dtype, info.offset, info.nbytes, rows, cols)
+            base = name.removesuffix(SCALE)
+            scale = base != name and base in table and stored_in(table, base).form.scale is not None
+            target = base if scale else name
+            stored = stored_in(table, target)
+            turned = target in wanted and dense is not None and dense.dtype != stored.form.dtype
+            if scale and turned:
+                continue
+            if turned:
+                assert dense is not None
+                stored = Stored(dense, info.shape)
+            piece = Piece(
+                name, info.dtype, info.offset, info.nbytes, None if scale else stored, turned
+            )
             members.setdefault(info.file, []).append(piece)
         return [self._shard(file, members[file]) for file in sorted(members)]
 
@@ -170,56 +207,64 @@ class Source:
 
         pieces.sort(key=lambda x: x.offset)
         for x in pieces:
-            if not x.rows:
+            if not x.turned or x.stored is None:
                 add(x.name, x.dtype, self.checkpoint.tensors[x.name].shape, x.nbytes)
                 continue
-            size = FP8.scale_nbytes(x.rows, x.cols)
-            add(x.name, FP8.dtype, (x.rows, x.cols), x.nbytes - size)
-            assert FP8.scale is not None
-            add(x.name + SCALE, FP8.scale, (-(-x.rows // 128), -(-x.cols // 128)), size)
+            scales = x.stored.form.scale_nbytes(*x.stored.shape)
+            add(x.name, *x.stored.header, x.nbytes - scales)
+            if x.stored.scale_header:
+                add(x.name + SCALE, *x.stored.scale_header, scales)
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         header = len(text).to_bytes(8, "little") + text
         return Shard(file, self.checkpoint.names[file], header, pieces)
 
     def contents(self, file: int, x: Piece) -> Iterator[bytes | memoryview]:
-        """The bytes of a piece as the pack has them. Raises MosaicError for values that FP8 cannot hold."""
-        if not x.rows:
-            yield from (memoryview(c) for c in self.chunks(file, x.offset, x.source_bytes))
+        """The bytes of a piece as the pack has them, those of the embedding in whole rows. Raises MosaicError for
+        values that its format cannot hold."""
+        if not x.turned or x.stored is None:
+            line = x.source_bytes // self.plan.vocab if x.name == self.plan.embed.name else 1
+            yield from (memoryview(c) for c in self.chunks(file, x.offset, x.source_bytes, line))
             return
         scales = []
-        for w in self.slabs(file, x):
+        for w in self.slabs(x):
             try:
-                codes, scale = quantise(w, FP8)
+                codes, scale = quantise(w, x.stored.form)
             except Unfit as error:
                 where = shown_path(self.checkpoint.files[file])
-                raise MosaicError(f"{where}: tensor {show(x.name)}: {error}", error.code) from None
+                raise MosaicError(
+                    f"{where}: tensor {show(x.name)}: {error}; {x.stored.form.name} cannot hold it", error.code
+                ) from None  # fmt: skip
             scales.append(scale)
             yield codes
         yield b"".join(scales)
 
-    def slabs(self, file: int, x: Piece) -> Iterator[np.ndarray]:
-        """The rows of a matrix as float32, whole blocks of rows at a time."""
-        for row in range(0, x.rows, _SLAB):
-            n, line = min(_SLAB, x.rows - row), x.source_bytes // x.rows
-            raw = self._read(file, x.offset + row * line, n * line)
-            yield widen(raw, x.dtype).reshape(n, x.cols)
+    def scales_of(self, x: Piece) -> Iterator[memoryview]:
+        """The bytes of the scales of a matrix that is copied: they lie elsewhere."""
+        if not x.turned and x.stored is not None and x.stored.form.scale is not None:
+            info = self.checkpoint.tensors[x.name + SCALE]
+            yield from (memoryview(c) for c in self.chunks(info.file, info.offset, info.nbytes))
 
-    def _matrices(self) -> Iterator[Weight]:
-        """What official FP8 releases have in FP8: no embedding, head, router, gate of the shared expert, nor what
-        makes the decay and the rate of the delta rule."""
-        for layer in self.plan.layers:
-            mixer, mlp = layer.mixer, layer.moe.shared
-            if isinstance(mixer, Attention):
-                yield from (mixer.q, mixer.k, mixer.v, mixer.o)
-            else:
-                yield from (mixer.qkv, mixer.z, mixer.out)
-            if mlp is not None:
-                yield from (mlp.gate, mlp.up, mlp.down)
+    def slabs(self, x: Piece) -> Iterator[np.ndarray]:
+        """The rows of a matrix as float32, whole blocks of rows at a time; FP8 times its scales."""
+        info, stored = self.checkpoint.tensors[x.name], stored_in(self.checkpoint.tensors, x.name)
+        (rows, cols), scales = stored.shape, None
+        if stored.scale_header is not None:
+            s = self.checkpoint.tensors[x.name + SCALE]
+            scales = widen(self._read(s.file, s.offset, s.nbytes), s.dtype).reshape(s.shape)
+        line, slab = x.source_bytes // rows, max(_SLAB // cols // BLOCK, 1) * BLOCK
+        for row in range(0, rows, slab):
+            n = min(slab, rows - row)
+            raw = self._read(info.file, x.offset + row * line, n * line)
+            w = widen(raw, x.dtype).reshape(n, cols)
+            if scales is not None:
+                w = w * spread(scales[row // BLOCK :][: -(-n // BLOCK)], (BLOCK, BLOCK), n, cols)
+            yield w
 
-    def chunks(self, file: int, offset: int, count: int) -> Iterator[np.ndarray]:
+    def chunks(self, file: int, offset: int, count: int, unit: int = 1) -> Iterator[np.ndarray]:
+        """A range of a file, in multiples of `unit`."""
         while count:
-            n = min(CHUNK, count)
+            n = min(max(CHUNK // unit, 1) * unit, count)
             yield self._read(file, offset, n)
             offset, count = offset + n, count - n
 
@@ -254,23 +299,4 @@ class Source:
 
     def sha256(self, threads: int, progress: Callable[[int], object]) -> str:
         """Of what `sha256sum` prints for config.json and then the weight files, by name."""
-        names = ["config.json", *sorted(self.checkpoint.names)]
-        with ThreadPoolExecutor(threads) as pool:
-            digests = pool.map(lambda name: self._sha256(name, progress), names)
-            lines = [f"{x}  {name}\n" for x, name in zip(digests, names, strict=True)]
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-    def _sha256(self, name: str, progress: Callable[[int], object]) -> str:
-        path, out, at = self.folder / name, hashlib.sha256(), 0
-        fd, size = open_regular(path)
-        try:
-            while at < size:
-                raw = read_exact(fd, min(CHUNK, size - at), at, path)
-                out.update(raw)
-                os.posix_fadvise(fd, at, len(raw), os.POSIX_FADV_DONTNEED)
-                at += len(raw)
-                if name != "config.json":
-                    progress(len(raw))
-        finally:
-            os.close(fd)
-        return out.hexdigest()
+        return folder_hash(self.folder, self.checkpoint.names, threads, progress)

@@ -195,6 +195,8 @@ def tensor(span: Any, files: Sequence[int]) -> dict[str, int]:
         "scale_offset": span.scale_offset if scaled else 0,
         "block_rows": span.block[0] if scaled else 0,
         "block_cols": span.block[1] if scaled else 0,
+        "record": lib.MC_CRC_NONE if span.crc is None else lib.MC_CRC_TENSOR,
+        "crc": span.crc or 0,
     }
 
 
@@ -203,6 +205,12 @@ class Linear(Handle):
         self.rows, self.cols, self.resident = weight["rows"], weight["cols"], resident
         desc = ffi.new("mc_tensor *", weight)
         self._own = create(lib.mc_linear_create, "mc_linear", engine, desc, int(resident))
+
+    def check_rows(self, crc: np.ndarray) -> None:
+        """crc (rows,) uint32: of each row of a matrix that is not resident, checked when it is read."""
+        if len(crc) != self.rows:
+            raise ValueError(f"{self.rows} rows, CRCs of {len(crc)}")
+        call(lib.mc_linear_row_crc, self, ints(crc, "uint32_t"))
 
     def forward(self, x: np.ndarray, y: np.ndarray) -> None:
         """y (n, rows) = x (n, cols) W^T."""

@@ -158,8 +158,14 @@ def column(name: str, a: Architecture, expert: Form, resident: Form) -> Column:
 
 
 def packed(c: Column, a: Architecture, pack: Pack) -> Column:
-    """The column with the experts of a pack, whose padded records are what is read. Layers may differ: one expert
-    is the largest, what a slot of the cache has to hold."""
+    """The column with the experts of a pack, whose padded records are what is read, and with its matrices where it
+    lists them. Layers may differ: one expert is the largest, what a slot of the cache has to hold."""
+    if pack.dense and c.resident_bytes is not None and c.kept_bytes is not None:
+        more = c.kept_bytes + sum(x.nbytes for x in pack.dense) - c.resident_bytes
+        c = replace(
+            c, resident=pack.dense_format, resident_bytes=c.resident_bytes + more,
+            active_bytes=(c.active_bytes or 0) + more, disk_bytes=(c.disk_bytes or 0) + more,
+        )  # fmt: skip
     sizes = [x.record_bytes for x in pack.layers]
     total = sum(x.nbytes for x in pack.layers)
     disk = None if c.disk_bytes is None else c.disk_bytes - c.all_experts_bytes + total

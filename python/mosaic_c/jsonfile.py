@@ -10,7 +10,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,16 @@ def read_exact(fd: int, count: int, offset: int, path: Path) -> bytes:
         offset += len(part)
         count -= len(part)
     return b"".join(parts)
+
+
+def pieces(path: Path, size: int = 1 << 20) -> Iterator[bytes]:
+    """A whole file, so many bytes at a time."""
+    fd, end = open_regular(path)
+    try:
+        for at in range(0, end, size):
+            yield read_exact(fd, min(size, end - at), at, path)
+    finally:
+        os.close(fd)
 
 
 def read_small(path: Path, limit: int) -> bytes:

@@ -80,6 +80,12 @@ class Model:
 
     def load(self, located: Located, on_load: Progress | None) -> None:
         """Binds every tensor and sizes the cache; on_load(parts done, parts)."""
+        try:
+            self._load(located, on_load)
+        except MosaicError as error:
+            raise located.named(error) from None
+
+    def _load(self, located: Located, on_load: Progress | None) -> None:
         plan, memory, e = self.plan, self.memory, self.engine
         files = np.array([e.file(str(path)) for path in self.files], np.int32)
         self._identities = [_identity(path) for path in self.files]
@@ -121,6 +127,8 @@ class Model:
         if self.store is not None:
             self.store.open(memory.slots, memory.ahead)
         self.embed = engine.Linear(e, find(plan.embed), memory.embedding)
+        if located.row_crc is not None and not memory.embedding:
+            self.embed.check_rows(located.row_crc)
         head = self.embed if plan.head is None else engine.Linear(e, find(plan.head))
         self.head = engine.Head(e, blocks.norm(plan.final_norm, find), head, memory.chunk)
         if on_load is not None:

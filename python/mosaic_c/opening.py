@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mosaic_c import engine, engine_pure, modes
+from mosaic_c import engine, engine_pure, modes, origin
 from mosaic_c.bind import Located
 from mosaic_c.budget import MB, MemoryPlan, plan_memory, require_fit
 from mosaic_c.checkpoint import Checkpoint
@@ -36,10 +36,11 @@ def plan_model(
     slots: int | None = None,
     kv: str = "bf16",
     text: bool = False,
+    source: str | os.PathLike[str] | None = None,
 ) -> tuple[Checkpoint, Located, MemoryPlan]:
     """(checkpoint, located tensors, memory plan) of a folder; reads headers, loads nothing.
 
-    text: the tokenizer is loaded already, so that the process as it is has it.
+    text: the tokenizer is loaded already, so that the process as it is has it. source: as for open_model.
     """
     _one_of("io", io, engine.IO_MODES)
     if io == "uring" and (missing := engine.io_modes()[io]) is not None:
@@ -65,6 +66,8 @@ def plan_model(
     ctx = None if ctx is None else _whole("ctx", ctx, 2**31)
     slots = None if slots is None else _whole("slots", slots, 2**31)
     checkpoint = Checkpoint.open(path)
+    if source is not None:
+        origin.check(checkpoint, source)
     located = checkpoint.locate()
     slab = max((engine_pure.expert_slab(a)[0] for a in located.experts), default=0)
     memory = plan_memory(
@@ -93,6 +96,7 @@ def open_model(
     isa: str | None = None,
     on_load: Progress | None = None,
     tokenizer: Any = None,
+    source: str | os.PathLike[str] | None = None,
 ) -> Model:
     """Opens a Hugging Face folder. See docs/design.md section 8 for the arguments.
 
@@ -100,14 +104,15 @@ def open_model(
     session may hold; None: min(model limit, 32768, what fits). slots: experts in the cache (per layer for
     layer-lru); None: what the budget leaves. isa: a kernel set of engine.isas(); None: the best. vram: must be
     None or 0, this build has no GPU tier. on_load: called with (parts loaded, parts). tokenizer: the folder's, where
-    it is loaded already; otherwise memory is kept for it and it is loaded when text is needed.
+    it is loaded already; otherwise memory is kept for it and it is loaded when text is needed. source: what an expert
+    pack must have been made of, its hash (12 hex digits or more) or a folder (origin.check).
     """
     if vram not in (None, 0, "0"):
         raise UsageError(f"vram: {engine.gpu()}: expected 0 or None, got {vram!r}")
     if isa is not None:
         _one_of("isa", isa, engine.isas())
     checkpoint, located, memory = plan_model(
-        path, ram, ctx, threads, io, policy, slots, kv, tokenizer is not None
+        path, ram, ctx, threads, io, policy, slots, kv, tokenizer is not None, source
     )
     require_fit(memory)
     model = Model(checkpoint, located.plan, memory, io, isa, tokenizer)

@@ -7,6 +7,7 @@ input. Records are not read here: each one is checked by its CRC whenever the en
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,67 +16,23 @@ from typing import Any
 
 import numpy as np
 
-from mosaic_c.dtypes import BITS
+from mosaic_c import pack_tensors
 from mosaic_c.errors import MosaicError
-from mosaic_c.jsonfile import few, load, open_regular, show, shown_path
+from mosaic_c.jsonfile import few, load, open_regular, parse, read_small, show, shown_path
+from mosaic_c.pack_format import Format, describe, read_format
+from mosaic_c.pack_tensors import Stored
 from mosaic_c.plan import Experts, ModelPlan
 
 MANIFEST = "mosaic.json"
 KIND = "expert pack"
 VERSION = 1
-FEATURES = ("crc32c",)  # all that a reader of this version knows, and every pack needs
+# What a reader of this version knows: CRCs of records, which every pack has, and the list of all other tensors.
+FEATURES = ("crc32c", pack_tensors.FEATURE)
 RECORDS = "experts-{:05d}.bin"
 MAX_MANIFEST = 64_000_000  # bytes
 RECORD_ALIGN = 4096  # of records
 PART_ALIGN = 64  # of the six parts of a record
 PARTS = ("gate", "up", "down")
-
-
-@dataclass(frozen=True)
-class Format:
-    """How a matrix is stored, rows one after the other, each from a whole byte on.
-
-    block: rows and columns that share a scale (cols 0: the whole row); scale None: no scales, block (0, 0).
-    """
-
-    dtype: str
-    scale: str | None = None
-    block: tuple[int, int] = (0, 0)
-
-    @property
-    def name(self) -> str:
-        """As people call it: int4-row, int4-g64, mxfp4, fp8, bf16."""
-        name = {"INT4": "int4", "I8": "int8", "F4": "mxfp4", "F8_E4M3": "fp8"}.get(
-            self.dtype, self.dtype.lower()
-        )
-        if self.scale is None or self.block in ((128, 128), (1, 32)) and self.dtype[0] == "F":
-            return name
-        return f"{name}-g{self.block[1]}" if self.block[1] else f"{name}-row"
-
-    def nbytes(self, rows: int, cols: int) -> int:
-        return rows * -(-cols * BITS[self.dtype] // 8)
-
-    def scales(self, rows: int, cols: int) -> int:
-        """How many scales."""
-        if self.scale is None:
-            return 0
-        return -(-rows // self.block[0]) * -(-cols // (self.block[1] or cols))
-
-    def scale_nbytes(self, rows: int, cols: int) -> int:
-        return self.scales(rows, cols) * BITS[self.scale] // 8 if self.scale else 0
-
-
-_GROUPS = ((1, 0), (1, 32), (1, 64), (1, 128))
-# What the engine computes with (mosaic_c/dtype.c): dtype -> scale dtypes, blocks.
-ALLOWED: dict[str, tuple[tuple[str, ...], tuple[tuple[int, int], ...]]] = {
-    "F32": ((), ()),
-    "BF16": ((), ()),
-    "F16": ((), ()),
-    "F8_E4M3": (("F32", "BF16", "F8_E8M0"), ((128, 128), (1, 0))),
-    "F4": (("F8_E8M0",), ((1, 32),)),
-    "INT4": (("F32", "BF16", "F16"), _GROUPS),
-    "I8": (("F32", "BF16", "F16"), _GROUPS),
-}
 
 
 @dataclass(frozen=True)
@@ -103,17 +60,32 @@ class PackLayer:
 @dataclass(frozen=True)
 class Pack:
     """A manifest that was found good. files, sizes: names in the folder and bytes of the record files;
-    layers: for each layer of the plan that has experts; source: what the manifest says of its origin."""
+    layers: for each layer of the plan that has experts; source: what the manifest says of its origin;
+    tensors: the others by name, texts: CRCs of files beside them (pack_tensors.py), both None in packs that list
+    neither; matrices: names of those tensors that are matrices of the layers."""
 
     files: list[str]
     sizes: list[int]
     layers: list[PackLayer]
     source: dict[str, Any]
+    tensors: dict[str, Stored] | None = None
+    texts: dict[str, int] | None = None
+    matrices: tuple[str, ...] = ()
 
     @property
     def format(self) -> str:
         """The name of the format of all layers and matrices, or the names of all of them."""
         return ", ".join(sorted({f.name for x in self.layers for f in x.formats}))
+
+    @property
+    def dense(self) -> list[Stored]:
+        """How the matrices of the layers are stored; empty: the pack does not say."""
+        return [self.tensors[x] for x in self.matrices if x in self.tensors] if self.tensors else []
+
+    @property
+    def dense_format(self) -> str:
+        """The name of their formats, "" where the pack does not say."""
+        return ", ".join(sorted({x.form.name for x in self.dense}))
 
 
 def shapes_of(e: Experts) -> tuple[tuple[int, int], ...]:
@@ -148,7 +120,11 @@ def read(folder: Path, plan: ModelPlan, files: bool = True) -> Pack | None:
                 code="ENOENT",
             )
         return None
-    return _Reader(folder, shown_path(path), plan, files).read(load(path, MAX_MANIFEST))
+    raw, where = read_small(path, MAX_MANIFEST), shown_path(path)
+    m = parse(raw, where)
+    if pack_tensors.SEAL in m:
+        pack_tensors.check_seal(raw, m, where)
+    return _Reader(folder, where, plan, files).read(m)
 
 
 def largest_file(folder: Path) -> Path | None:
@@ -189,7 +165,26 @@ class _Reader:
             self._layer(f"layers[{i}]", x, experts[i], len(files)) for i, x in enumerate(entries)
         ]
         self._tile(files, sizes, layers)
-        return Pack(files, sizes, layers, source)
+        if pack_tensors.FEATURE not in m["features"]:
+            if pack_tensors.SEAL in m:
+                self._fail(
+                    f"features: its {pack_tensors.SEAL} expects {show(FEATURES[1])}", m["features"]
+                )
+            return Pack(files, sizes, layers, source)
+        if pack_tensors.SEAL not in m:
+            self._fail(f"{pack_tensors.SEAL}: expected 8 hex digits", None)
+        tensors = pack_tensors.read_tensors(m.get("tensors"), self._fail)
+        texts = pack_tensors.read_texts(m.get("texts"), self._fail)
+        if self.look:
+            pack_tensors.check_texts(self.folder, texts)
+        for w in self.plan.matrices():
+            if w.name in tensors and tensors[w.name].shape != w.shape:
+                got = list(tensors[w.name].shape)
+                self._fail(
+                    f"tensors: {show(w.name)}: shape: config.json makes it {list(w.shape)}", got
+                )
+        names = tuple(w.name for w in self.plan.matrices())
+        return Pack(files, sizes, layers, source, tensors, texts, names)
 
     def _head(self, m: dict[str, Any]) -> None:
         if m.get("mosaic_c") != KIND:
@@ -207,8 +202,8 @@ class _Reader:
                 f"features: this pack needs {few(unknown)}, this build knows {few(list(FEATURES))}; a newer "
                 "version may read it", features, "EUNSUPPORTED",
             )  # fmt: skip
-        if missing := [x for x in FEATURES if x not in features]:
-            self._fail(f"features: version {VERSION} expects {few(missing)}", features)
+        if FEATURES[0] not in features:
+            self._fail(f"features: version {VERSION} expects {show(FEATURES[0])}", features)
 
     def _files(self, entries: list[Any]) -> tuple[list[str], list[int]]:
         names: list[str] = []
@@ -247,7 +242,7 @@ class _Reader:
             self._fail(f"{at}: experts: config.json has {e.count}", count)
         shapes, formats = shapes_of(e), []
         for part, shape in zip(PARTS, shapes, strict=True):
-            formats.append(self._format(f"{at}: {part}", entry.get(part), shape))
+            formats.append(read_format(entry.get(part), f"{at}: {part}", shape, self._fail))
         parts, size = lay_out(formats, shapes)
         claimed = self._whole(entry, "record_bytes", at)
         if claimed != size:
@@ -261,30 +256,6 @@ class _Reader:
             self._fail(f"{at}: crc32c: expected 8 hex digits for each of {count} experts", digits)
         a, b, c = formats
         return PackLayer(file, offset, count, (a, b, c), shapes, parts, size, crc)
-
-    def _format(self, at: str, entry: object, shape: tuple[int, int]) -> Format:
-        if not isinstance(entry, dict):
-            self._fail(f"{at}: expected an object", entry)
-        dtype, layout = entry.get("dtype"), entry.get("layout")
-        if not isinstance(dtype, str) or dtype not in ALLOWED:
-            self._fail(f"{at}: dtype: expected one of {', '.join(ALLOWED)}", dtype, "EUNSUPPORTED")
-        if layout != "rows":
-            self._fail(f'{at}: layout: expected "rows"', layout, "EUNSUPPORTED")
-        if not _same(entry.get("shape"), shape):
-            self._fail(f"{at}: shape: config.json makes it {list(shape)}", entry.get("shape"))
-        scales, blocks = ALLOWED[dtype]
-        scale, block = entry.get("scale_dtype"), entry.get("block")
-        if not scales:
-            if scale is not None or block is not None:
-                self._fail(f"{at}: {dtype} takes no scale_dtype and no block", scale or block)
-            return Format(dtype)
-        if not isinstance(scale, str) or scale not in scales:
-            self._fail(f"{at}: scale_dtype: {dtype} takes {' or '.join(scales)}", scale)
-        for known in blocks:
-            if _same(block, known):
-                return Format(dtype, scale, known)
-        expected = ", ".join(str(list(x)) for x in blocks)
-        self._fail(f"{at}: block: {dtype} takes one of {expected} (0: the whole row)", block)
 
     def _tile(self, files: list[str], sizes: list[int], layers: list[PackLayer]) -> None:
         """Layers fill the files without overlap or hole."""
@@ -318,11 +289,6 @@ class _Reader:
         raise MosaicError(f"{self.where}: {rule}, got {show(got)}", code=code)
 
 
-def _same(value: object, pair: tuple[int, int]) -> bool:
-    """A JSON list of just these integers (true is no 1)."""
-    return isinstance(value, list) and [type(x) for x in value] == [int, int] and (*value,) == pair
-
-
 def _is_sha256(value: object) -> bool:
     digits = "0123456789abcdef"
     return isinstance(value, str) and len(value) == 64 and all(c in digits for c in value)
@@ -331,25 +297,37 @@ def _is_sha256(value: object) -> bool:
 # ---- writing -------------------------------------------------------------------------------------
 
 
-def manifest(pack: Pack) -> dict[str, Any]:
-    """The manifest as a JSON value; read() gives the pack back."""
-    return {
+def manifest(pack: Pack) -> bytes:
+    """The manifest as the bytes of its file; read() gives the pack back."""
+    m = {
         "mosaic_c": KIND,
         "version": VERSION,
         "byte_order": "little",
-        "features": list(FEATURES),
+        "features": list(FEATURES if pack.tensors is not None else FEATURES[:1]),
         "source": pack.source,
         "files": [
             {"name": name, "bytes": size} for name, size in zip(pack.files, pack.sizes, strict=True)
         ],
         "layers": [dict(_entry(x)) for x in pack.layers],
     }
+    if pack.tensors is None or pack.texts is None:
+        return _json(m)
+    texts = {name: f"{crc:08x}" for name, crc in pack.texts.items()}
+    return sealed(m | {"texts": texts, "tensors": pack_tensors.entries(pack.tensors)})
+
+
+def sealed(m: dict[str, Any]) -> bytes:
+    """The bytes of a manifest that lists tensors, with its own CRC."""
+    return pack_tensors.seal(_json(m | {pack_tensors.SEAL: f"{0:08x}"}))
+
+
+def _json(m: dict[str, Any]) -> bytes:
+    return json.dumps(m, indent=2).encode() + b"\n"
 
 
 def _entry(x: PackLayer) -> Iterator[tuple[str, Any]]:
     yield from (("file", x.file), ("offset", x.offset), ("experts", x.count))
     yield "record_bytes", x.record_bytes
     for part, form, shape in zip(PARTS, x.formats, x.shapes, strict=True):
-        scaled = {"scale_dtype": form.scale, "block": list(form.block)} if form.scale else {}
-        yield part, {"dtype": form.dtype, "shape": list(shape), "layout": "rows"} | scaled
+        yield part, describe(form, shape)
     yield "crc32c", x.crc.astype(">u4").tobytes().hex()

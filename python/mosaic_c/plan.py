@@ -161,6 +161,18 @@ class ModelPlan:
     def moe_layers(self) -> list[Moe]:
         return [x.moe for x in self.layers if x.moe.experts is not None]
 
+    def matrices(self) -> Iterator[Weight]:
+        """What official FP8 releases have in FP8 beside the experts: no embedding, head, router, gate of the shared
+        expert, nor what makes the decay and the rate of the delta rule."""
+        for layer in self.layers:
+            mixer, mlp = layer.mixer, layer.moe.shared
+            if isinstance(mixer, Attention):
+                yield from (mixer.q, mixer.k, mixer.v, mixer.o)
+            else:
+                yield from (mixer.qkv, mixer.z, mixer.out)
+            if mlp is not None:
+                yield from (mlp.gate, mlp.up, mlp.down)
+
     def weights(self) -> Iterator[Weight]:
         """Every tensor but the routed experts, in file-independent order."""
         yield self.embed

@@ -9,12 +9,18 @@ from __future__ import annotations
 import numpy as np
 
 from mosaic_c.errors import MosaicError
-from mosaic_c.pack import Format
+from mosaic_c.pack_format import Format
 
 # Half the distance to the neighbours of each magnitude of E2M1; above 6 whatever is below 8 saturates.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1_REACH = np.array([0.25, 0.25, 0.25, 0.25, 0.5, 0.5, 1, 2], np.float32)
 _F8_MAX, _E8M0_BIAS = 448.0, 127
+_BF16_MAX = np.float32(2.0**128 - 2.0**119)  # what is above rounds to infinity from half a step on
+_FULL = {
+    "INT4": 7.0,
+    "I8": 127.0,
+    "F8_E4M3": _F8_MAX,
+}  # the largest code, which scales are made for
 _SLACK = 1e-5  # of a scale or value: what float32 loses in w / scale and in code * scale
 
 
@@ -78,11 +84,15 @@ def absmax(w: np.ndarray, block: tuple[int, int]) -> np.ndarray:
 
 
 def quantise(w: np.ndarray, form: Format) -> tuple[bytes, bytes]:
-    """(weights, scales) of a float32 matrix as a record holds them. Raises Unfit."""
+    """(weights, scales) of a float32 matrix as a pack holds them. Raises Unfit."""
     rows, cols = w.shape
-    top = absmax(w, form.block)
+    top = absmax(w, form.block if form.scale else (1, 0))
     if not np.isfinite(top).all():
         raise Unfit("a weight is NaN or infinite", "EFORMAT")
+    if form.dtype == "BF16":
+        if (top > _BF16_MAX).any():
+            raise Unfit(f"a weight of {float(top.max()):g} is too large", "EFORMAT")
+        return to_bf16(np.ascontiguousarray(w)).tobytes(), b""
     if form.dtype == "F4":
         # OCP MX: the exponent of the largest, less that of 4; frexp's is one more.
         exponent = np.frexp(top)[1].astype(np.int32) - 3 + _E8M0_BIAS
@@ -93,6 +103,10 @@ def quantise(w: np.ndarray, form: Format) -> tuple[bytes, bytes]:
         stored, scale = _scales(top / np.float32(7), form)
         q = np.rint(_divided(w, scale, form, rows, cols))
         codes = _pack((np.clip(q, -7, 7) + 8).astype(np.uint8))
+    elif form.dtype == "I8":
+        stored, scale = _scales(top / np.float32(127), form)
+        q = np.rint(_divided(w, scale, form, rows, cols))
+        codes = np.clip(q, -127, 127).astype(np.int8)
     elif form.dtype == "F8_E4M3":
         stored, scale = _scales(top / np.float32(_F8_MAX), form)
         codes = _to_e4m3(_divided(w, scale, form, rows, cols))
@@ -112,7 +126,8 @@ def _scales(want: np.ndarray, form: Format) -> tuple[np.ndarray, np.ndarray]:
         half = want.astype(np.float16)
     if not np.isfinite(half).all():
         raise Unfit(
-            f"weights up to {7 * float(want.max()):g} are too large for F16 scales", "EFORMAT"
+            f"weights up to {_FULL[form.dtype] * float(want.max()):g} are too large for F16 scales",
+            "EFORMAT",
         )
     return half, half.astype(np.float32)
 
@@ -154,9 +169,12 @@ def _pack(codes: np.ndarray) -> np.ndarray:
 
 
 def rounding(w: np.ndarray, codes: np.ndarray, scale: np.ndarray, form: Format) -> np.ndarray:
-    """How far each decoded value may lie from w. codes: decoded but unscaled (rows, cols); scale: decoded."""
+    """How far each decoded value may lie from w. codes: decoded but unscaled (rows, cols); scale: decoded, of any
+    shape where the format has none."""
+    if form.dtype == "BF16":  # half a step: 7 bits of fraction, subnormals below 2^-126
+        return np.ldexp(np.float32(w != 0), np.maximum(np.frexp(w)[1] - 1, -126) - 8)
     each = spread(scale, form.block, *w.shape)
-    if form.dtype == "INT4":
+    if form.dtype in ("INT4", "I8"):
         reach = np.full_like(codes, 0.5)
     elif form.dtype == "F4":
         reach = _E2M1_REACH[np.searchsorted(_E2M1, np.abs(codes))]
@@ -164,7 +182,7 @@ def rounding(w: np.ndarray, codes: np.ndarray, scale: np.ndarray, form: Format) 
         exponent = np.maximum(np.frexp(codes)[1] - 1, -6)
         reach = np.ldexp(np.float32(0.5), exponent - 3)
     # A scale of fewer bits than float32 can be too small for the largest value, which then saturates.
-    full = {"INT4": 7.0, "F8_E4M3": _F8_MAX}.get(form.dtype)
+    full = _FULL.get(form.dtype)
     lost = 0.0
     if full is not None:
         short = np.maximum(absmax(w, form.block) - np.float32(full) * scale, 0)

@@ -69,22 +69,32 @@ class Session:
 
     def score(self, ids: Sequence[int]) -> np.ndarray:
         """Log-probabilities (n - 1,) float64 of ids[1:], each given all before; evaluates ids."""
-        targets, at = token_ids(ids, self._model.vocab), 0
+        targets = token_ids(ids, self._model.vocab)
         out = np.empty(max(len(targets) - 1, 0))
+
+        def give(at: int, z: np.ndarray) -> None:
+            z = z[: len(out) - at]
+            top = z.max(axis=1, keepdims=True)
+            norm = np.log(np.exp(z - top, dtype=np.float64).sum(axis=1))
+            picked = z[np.arange(len(z)), targets[at + 1 : at + 1 + len(z)]]
+            out[at : at + len(z)] = picked - top[:, 0].astype(np.float64) - norm
+
+        self.each(ids, give)
+        return out
+
+    def each(self, ids: Sequence[int], give: Callable[[int, np.ndarray], None]) -> None:
+        """Evaluates ids; give(at, logits (n, vocab) float32) gets those behind ids[at], ids[at + 1] and on, up to 16
+        at a time, without the (len(ids), vocab) array."""
+        at = 0
 
         def take(which: int, x: np.ndarray, first: int, count: int, last: bool) -> None:
             nonlocal at
-            for i in range(first, first + count - last, 16):
-                n = min(16, first + count - last - i)
-                z = self._model._logits(x, np.arange(i, i + n, dtype=np.int32))
-                top = z.max(axis=1, keepdims=True)
-                norm = np.log(np.exp(z - top, dtype=np.float64).sum(axis=1))
-                picked = z[np.arange(n), targets[at + 1 : at + 1 + n]]
-                out[at : at + n] = picked - top[:, 0].astype(np.float64) - norm
-                at += n
+            for i in range(first, first + count, 16):
+                pick = np.arange(i, min(i + 16, first + count), dtype=np.int32)
+                give(at, self._model._logits(x, pick))
+                at += len(pick)
 
         self._model._run([(self, ids)], take)
-        return out
 
     def snapshot(self) -> None:
         """Keeps the state at this position, so that rewind can come back to it."""

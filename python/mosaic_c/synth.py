@@ -110,7 +110,7 @@ def write(
             if planned is not None:
                 numbered = ((i, t) for i, t in enumerate(tensors) if t.recorded)
                 synth_pack.write(temporary, planned, numbered, tiles, bar)
-                _write_json(temporary / packs.MANIFEST, packs.manifest(planned))
+                (temporary / packs.MANIFEST).write_bytes(packs.manifest(planned))
         _write_texts(temporary, spec, dtype, uniform, seed, shards, dense, records)
         size = sum(x.stat().st_size for x in temporary.iterdir())
         temporary.rename(dst)

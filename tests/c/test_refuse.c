@@ -469,6 +469,26 @@ static void check_rest(const model *m) {
     CHECK(mc_head_create(w.e, &narrow, w.out, 1, &h, &err) == MC_EFORMAT && !h, "%s", err.message);
     CHECK(mc_linear_create(w.e, &m->head, 0, &l, &err) == MC_EINVAL && !l, "rows with scales");
     CHECK(mc_linear_create(w.e, &ABSENT, 1, &l, &err) < 0 && !l, "absent");
+    mc_tensor other = m->head;
+    other.record = MC_CRC_TENSOR;
+    other.crc = 1;
+    CHECK(mc_linear_create(w.e, &other, 1, &l, &err) == MC_EFORMAT && !l &&
+              strstr(err.message, "linear of ") && strstr(err.message, "is damaged"),
+          "%s", err.message);
+    uint32_t *crc = calloc((size_t)m->table.rows, sizeof *crc);
+    CHECK(mc_linear_row_crc(w.out, crc, &err) == MC_EINVAL, "%s", err.message); /* resident */
+    OK(mc_linear_create(w.e, &m->table, 0, &l, &err));
+    CHECK(mc_linear_row_crc(l, NULL, &err) == MC_EINVAL, "%s", err.message);
+    OK(mc_linear_row_crc(l, crc, &err));
+    CHECK(mc_linear_row_crc(l, crc, &err) == MC_EINVAL, "%s", err.message);
+    float *row = calloc((size_t)m->table.cols, sizeof *row);
+    CHECK(mc_linear_rows(l, &(int32_t){1}, 1, row, &err) == MC_EFORMAT &&
+              strstr(err.message, "row 1 of the embedding"),
+          "%s", err.message);
+    mc_linear_free(l);
+    l = NULL;
+    free(row);
+    free(crc);
     mc_expert x = m->expert[0][0];
     int64_t scales;
     x.up.rows = 1ll << 60;

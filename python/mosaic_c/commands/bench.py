@@ -1,5 +1,5 @@
-"""`bench`: measures this machine. `bench kernels` times the engine's kernels beside its limits; `io` and
-`sweep` are in modules of their own."""
+"""`bench`: measures this machine. `bench kernels` times the engine's kernels beside its limits; `io`, `sweep`
+and `quality` are in modules of their own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from mosaic_c.commands import bench_io, bench_sweep
+from mosaic_c.commands import bench_io, bench_quality, bench_sweep
 from mosaic_c.limits import format_size
 
 
@@ -48,6 +48,7 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
     kernels.set_defaults(run=run)
     bench_io.add_parser(which)
     bench_sweep.add_parser(which)
+    bench_quality.add_parser(which)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from mosaic_c.commands.options import numbers
+from mosaic_c.commands.options import add_source_option, check_source, numbers
 from mosaic_c.modes import IO_MODES, MODEL_POLICIES
 
 
@@ -38,6 +38,7 @@ def add_parser(which: argparse._SubParsersAction) -> None:
         metavar="DIR",
         help="a second model beside the first, such as one of synth --uniform",
     )
+    add_source_option(parser)
     add(
         "--ram", metavar="SIZE", help="bound of each run's whole process (default: as for generate)"
     )
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
     from mosaic_c import plot, sweep
 
+    check_source(args.model, args.source)
     many = sweep.series(args.model, args.compare, args.routing)
     shapes = [sweep.look(one) for one in many]
     slots, tokens = sweep.choose(

@@ -10,8 +10,8 @@ from dataclasses import asdict
 
 from mosaic_c.limits import format_size
 
-EXPERTS = ("int4-g64", "int4-g32", "int4-row", "mxfp4", "fp8")
-DENSE = ("fp8",)
+EXPERTS = ("int4-g64", "int4-g32", "int4-row", "mxfp4", "fp8", "bf16")
+DENSE = ("fp8", "int8", "bf16", "int4-g64")
 
 
 def add_parser(sub: argparse._SubParsersAction) -> None:
@@ -26,9 +26,9 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
     p("src", metavar="SRC", help="folder of a Hugging Face checkpoint")
     p("dst", metavar="DST", help="folder to create; must not exist (but see --verify)")
     p("--experts", choices=EXPERTS, help="format of the experts; groups of 32 or 64 round less than whole rows, fp8 "
-      "keeps the bits of an FP8 source")  # fmt: skip
-    p("--dense", choices=DENSE, help="also turn the dense matrices of the layers into FP8, those that official FP8 "
-      "releases have so (default: all stay as they are)")  # fmt: skip
+      "keeps the bits of an FP8 source, bf16 those of a BF16 one")  # fmt: skip
+    p("--dense", choices=DENSE, help="also turn the dense matrices of the layers into this, those that official FP8 "
+      "releases have in FP8; int4-g64 is there to measure what it costs (default: all stay as they are)")  # fmt: skip
     p("--verify", action="store_true", help="read all back: CRCs, and every value within the format's rounding of the "
       "source's; of a DST that exists already: that alone")  # fmt: skip
     p("--threads", type=int, metavar="N", help="threads (default: as many as there are cores)")
@@ -59,9 +59,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     resumed = f", {format_size(s.resumed)} of them by an earlier run" if s.resumed else ""
     written = f"{format_size(s.bytes)}{resumed}, {s.seconds:.1f} s" if s.written else "as it was"
-    print(f"{s.path}: {s.layers} layers x {s.experts // s.layers} experts in {s.format}, {written}")
+    print(
+        f"{s.path}: {s.layers} layers x {s.experts // s.layers} experts in {s.format}, dense matrices in {s.dense}, "
+        f"{written}"
+    )
     if s.verified:
         print(
-            f"verified: {s.verified} experts, CRCs and values within the rounding of {s.format}; other tensors too"
+            f"verified: {s.verified} experts and all other tensors, CRCs, and values within the rounding of {s.format} "
+            f"and {s.dense}"
         )
     return 0

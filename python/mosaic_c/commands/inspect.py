@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from mosaic_c import generation
+from mosaic_c import generation, origin
 from mosaic_c.bind import CODE_NAMES, Located, Span, matrix_bytes, scale_bytes
 from mosaic_c.checkpoint import MAX_CONFIG, Checkpoint
+from mosaic_c.commands.options import add_source_option
 from mosaic_c.errors import UsageError
 from mosaic_c.jsonfile import load, shown_path
 from mosaic_c.pack import Pack
@@ -34,6 +35,7 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--model", metavar="PATH", default=argparse.SUPPRESS, help="the same, by name"
     )
+    add_source_option(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.set_defaults(run=run)
 
@@ -45,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     if len(given) != 1:
         raise UsageError(f"expected one checkpoint folder, got {len(given)}")
     checkpoint = Checkpoint.open(given[0])
+    if args.source is not None:
+        origin.check(checkpoint, args.source)
     report = describe(checkpoint, checkpoint.locate())
     print(json.dumps(report, indent=2) if args.json else "\n".join(table(report)))
     return 0
@@ -182,6 +186,7 @@ def _records(pack: Pack | None) -> dict[str, Any] | None:
         return None
     return {
         "format": pack.format,
+        "dense": pack.dense_format or None,
         "record_bytes": sorted({x.record_bytes for x in pack.layers}),
         "files": len(pack.files),
         "bytes": sum(pack.sizes),
@@ -331,6 +336,10 @@ def _facts(r: dict[str, Any]) -> list[tuple[str, str]]:
             ("expert records", f"{x['format']}, {sizes} bytes each with scales, CRC-32C, "
              f"{x['files']} file(s)" + (", synthetic" if x["source"].get("synthetic") else ""))
         )  # fmt: skip
+        if x["dense"]:
+            facts.append(("dense matrices", f"{x['dense']}, CRC-32C"))
+        if "sha256" in x["source"]:
+            facts.append(("made of", f"sha256 {x['source']['sha256']}"))
     facts += [
         ("quantisation", r["quantisation"] or "none"),
         ("files", f"{r['files']}, {human(r['file_bytes'])}"),

@@ -37,11 +37,27 @@ def add_model_options(parser: argparse.ArgumentParser, required: bool = False) -
         default="bf16",
         help="type of the KV cache (default: %(default)s)",
     )
+    add_source_option(parser)
+
+
+def add_source_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--source", metavar="HASH|DIR", help="refuse an expert pack that was made of anything else: "
+      "the hash that `inspect` shows, 12 digits or more; another pack of the same source; or the source itself, all of "
+      "which is read")  # fmt: skip
+
+
+def check_source(model: str, source: str | None) -> None:
+    """For commands that open the model elsewhere."""
+    if source is not None:
+        from mosaic_c import origin
+        from mosaic_c.checkpoint import Checkpoint
+
+        origin.check(Checkpoint.open(model), source)
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of plan_model and open_model."""
-    names = ("ram", "ctx", "threads", "io", "policy", "slots", "kv")
+    names = ("ram", "ctx", "threads", "io", "policy", "slots", "kv", "source")
     return {name: getattr(args, name) for name in names}
 
 

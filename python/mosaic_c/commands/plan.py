@@ -69,7 +69,9 @@ def run(args: argparse.Namespace) -> int:
             footprint = replace(footprint, notes=(*footprint.notes, note))
     if memory is None:
         _unused(
-            args, ("threads", "slots", "io", "policy"), "need weights of a family that runs here"
+            args,
+            ("threads", "slots", "io", "policy", "source"),
+            "need weights of a family that runs here",
         )
     ctx = _ctx(args.ctx, footprint) if memory is None else memory.ctx
     ram = None if memory is not None or args.ram is None else parse_size(args.ram, "--ram")

@@ -8,6 +8,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from mosaic_c.commands.options import add_source_option, check_source
 from mosaic_c.limits import format_size
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
     )
     p("--prompt", metavar="TEXT", help="a text, or token ids as 1,2,3 (default: a short text; random ids where "
       "the folder has no tokenizer)")  # fmt: skip
+    add_source_option(parser)
     p("--json", action="store_true", help="one JSON object on stdout")
     parser.set_defaults(run=run)
 
@@ -46,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     # The engine is an extension module: --help and bad arguments must not need it.
     from mosaic_c.verify import verify
 
+    check_source(args.model, args.source)
     tqdm.monitor_interval = 0  # no thread of its own: runs are forked
     bar = tqdm(disable=None, leave=False, unit="run", file=sys.stderr)
     width = prompt = 0
