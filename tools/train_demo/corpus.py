@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from documents import document
+from documents import document, echo
 from tokenizers import Tokenizer
 from words import clean
 
@@ -22,11 +22,11 @@ HELD_BOOKS = {
     "Ruth": ("Now there came a time, in the days of the judges", 4),
     "Jonah": ("And the word of the Lord came to Jonah, the son", 3),
 }
-PROSE_SHARE = 0.06  # of documents, which are 3 times as long: some 15 % of tokens
+PROSE_SHARE = 0.02  # of documents; these are 3 times as long as the others
 PROSE_CHARS = 1400
 USER_WEIGHT = 0.25  # of the loss on a user's words: passages are drawn at random, there is little to learn in them
 WORKERS = 2
-ROWS = {"length": 384, "rows": 6, "seed": 1}  # of each worker's part of a step
+ROWS = {"length": 384, "rows": 3, "seed": 1}  # of each worker's part of a step
 END_OF_TEXT, IM_START, IM_END = SPECIAL = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 
@@ -51,8 +51,11 @@ def chapters() -> tuple[list[str], list[str]]:
     return taught, held
 
 
-def draw(rng: random.Random) -> str:
-    """A document to train on."""
+def draw(rng: random.Random, step: int) -> str:
+    """A document to train on. The first steps mostly say things again: copying is learned there in a few hundred steps,
+    from stories alone it was not within a thousand, and everything else builds on it."""
+    if rng.random() < max(0.6 - step / 1000, 0):
+        return document(rng, echo)
     if rng.random() >= PROSE_SHARE:
         return document(rng)
     while True:
@@ -94,7 +97,7 @@ class Packer:
         fill = [1] * self.rows  # a row starts with an end of text
         misses = 0
         while misses < 12:
-            doc = [*encode(draw(rng)), end]
+            doc = [*encode(draw(rng, step)), end]
             fits = [r for r in range(self.rows) if fill[r] + len(doc) <= self.length + 1]
             if not fits:
                 misses += 1
@@ -137,7 +140,7 @@ def train_tokenizer(path: str, vocab: int, seed: int, documents: int = 20_000) -
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (re.sub(r"<\|im_\w+\|>", "", draw(rng)) for _ in range(documents))
+    texts = (re.sub(r"<\|im_\w+\|>", "", draw(rng, 1000)) for _ in range(documents))
     tok.train_from_iterator(texts, trainer)
     tok.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
     tok.save(path)

@@ -7,10 +7,11 @@ drawn from one random.Random, so a seed is a corpus.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import world as w
 from plots import PLOTS, Cast
-from words import COLOURS, FOODS, JOBS, OBJECTS, PETS, PLACES, clean
+from words import COLOURS, FOODS, JOBS, NAMES, OBJECTS, PETS, PLACES, clean
 from world import Fact, Tale, a, at
 
 Rng = random.Random
@@ -183,32 +184,57 @@ def answers(pairs: list[tuple[str, str]]) -> str:
     return "".join(turn("user", q) + turn("assistant", x) for q, x in pairs)
 
 
+def echo(rng: Rng) -> str:
+    """A text to say again: the plainest form of reading, from which the others are learned far sooner."""
+    t = Tale(rng)
+    if rng.random() < 0.5:
+        passage(t, 1)
+        text = str(t)
+    else:
+        text = ", ".join(
+            t.draw([*OBJECTS, *COLOURS, *PLACES, *FOODS, *PETS, *JOBS, *NAMES])
+            for _ in range(rng.randint(2, 9))
+        )
+    order = rng.choice(
+        (
+            "Say this again: {}",
+            "Repeat: {}",
+            "Repeat after me: {}",
+            "Say: {}",
+            "{}\nSay that again.",
+        )
+    )
+    return turn("user", order.format(text)) + turn("assistant", text)
+
+
 def draft(rng: Rng) -> str:
     r = rng.random()
-    if r < 0.10:
+    if r < 0.06:
         return str(story(rng)[0])
-    if r < 0.48:
+    if r < 0.42:
         t, cast = story(rng)
         told = turn("user", request(t, cast)) + turn("assistant", str(t))
         return told + answers(ask(t, rng.choice((0, 0, 1, 2, 3))))
-    if r < 0.60:
+    if r < 0.52:
         t, _ = story(rng)
         (first, answer), *rest = ask(t, rng.choice((1, 2, 3)))
         return turn("user", read(str(t), first, rng)) + turn("assistant", answer) + answers(rest)
-    if r < 0.96:
+    if r < 0.84:
         t = Tale(rng)
         passage(t, rng.choice((1, 1, 2, 2, 3)))
         (first, answer), *rest = ask(t, rng.choice((1, 2, 3)))
         return turn("user", read(str(t), first, rng)) + turn("assistant", answer) + answers(rest)
+    if r < 0.96:
+        return echo(rng)
     if r < 0.98:
         asks, reply = rng.choice(TALK)
         return turn("user", rng.choice(asks)) + turn("assistant", reply)
     return turn("user", strange(rng)) + turn("assistant", rng.choice(SORRY))
 
 
-def document(rng: Rng) -> str:
+def document(rng: Rng, kind: Callable[[Rng], str] = draft) -> str:
     """A document without held-out pairs."""
-    while not clean(text := draft(rng)):
+    while not clean(text := kind(rng)):
         pass
     if text.startswith(START) and rng.random() < 0.06:
         text = turn("system", rng.choice(SYSTEM)) + text

@@ -327,9 +327,10 @@ class Net(nn.Module):
     def __init__(self, s: Shape):
         super().__init__()
         self.s = s
-        self.embed = nn.Parameter(torch.randn(s.vocab, s.hidden) * 0.05)
+        # Large beside what layers add, so that later layers still see which token it is; the last norm makes up for it.
+        self.embed = nn.Parameter(torch.randn(s.vocab, s.hidden) * 0.5)
         self.layers = nn.ModuleList(Layer(s, s.is_full(i)) for i in range(s.layers))
-        self.norm = nn.Parameter(torch.zeros(s.hidden))
+        self.norm = nn.Parameter(torch.full((s.hidden,), -0.875))
 
     def forward(self, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         x = F.embedding(ids, self.embed)

@@ -1,16 +1,20 @@
-"""Writes tests/vectors/demo.json from the shipped model.
+"""Writes what is kept beside the model: the exact texts that tests compare, and held-out text for `bench quality`.
 
-python vectors.py FOLDER ../../tests/vectors/demo.json
+python vectors.py FOLDER ../../tests/vectors/demo.json ../../python/mosaic_c/texts
 """
 
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import documents
 from evaluate import answer, chat, questions
+from words import clean
 
 import mosaic_c
 
@@ -23,8 +27,23 @@ ASKS = (
 QUESTIONS = 60
 
 
+def held_out(kind: Callable[[random.Random], str], size: int) -> str:
+    """Documents with pairs of words that training never saw together, some `size` characters of them."""
+    rng, texts = random.Random("held-out text"), []
+    while sum(map(len, texts)) < size:
+        if not clean(text := kind(rng)):
+            texts.append(text)
+    return "\n".join(texts)
+
+
+def reading(rng: random.Random) -> str:
+    while "Read this" not in (text := documents.draft(rng)):
+        pass
+    return text
+
+
 def main() -> None:
-    folder, out = sys.argv[1:3]
+    folder, out, texts_folder = sys.argv[1:4]
     with mosaic_c.open(folder, ram="300M") as model:
         texts = [chat(ask) for ask in ASKS] + ["There once was a curious"]
         asked = questions(QUESTIONS, "vectors", unseen=True)
@@ -50,6 +69,9 @@ def main() -> None:
     result["first command"] = subprocess.run(
         command, capture_output=True, check=True, text=True
     ).stdout
+    stories = held_out(lambda rng: str(documents.story(rng)[0]) + "\n", 12_000)
+    (Path(texts_folder) / "stories.txt").write_text(stories)
+    (Path(texts_folder) / "questions.txt").write_text(held_out(reading, 12_000))
     Path(out).write_text(json.dumps(result, indent=1) + "\n")
 
 
