@@ -80,7 +80,7 @@ def hub_folder(organisation: str, model: str, revision: str = "main") -> Path | 
     except (OSError, ValueError):
         pass  # a revision may be a commit, which has no reference
     folder = repo / "snapshots" / commit
-    return folder if re.fullmatch(r"[\w.-]+", commit) and folder.is_dir() else None
+    return folder if re.fullmatch(r"\w[\w.-]*", commit) and folder.is_dir() else None
 
 
 def built_folder(name: str) -> Path:

@@ -127,5 +127,7 @@ def _explained(repo: str, revision: str) -> Iterator[None]:
 
 def _unreachable(host: str, error: BaseException) -> str:
     if getattr(error, "errno", None) == errno.ENOSPC:
-        return "the disk of the Hugging Face cache is full; free some, then the same command resumes"
+        return (
+            "the disk of the Hugging Face cache is full; free some, then the same command resumes"
+        )
     return f"cannot download from {host}: {reason(error)}; check the network and the same command resumes"
