@@ -98,12 +98,18 @@ def main() -> None:
     )
     parser.add_argument("--dense", required=True)
     parser.add_argument("--packages", required=True, type=Path)
+    parser.add_argument(
+        "--chats", type=Path, default=Path("chats.json"), help="keeps the conversations"
+    )
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     tokenizer = Tokenizer(Path(args.dense))
     texts = documents(args.packages)
     need = (CALIBRATION["chat"] + MEASURED["chat"] + 1) * ROW
-    chats = conversations(args.dense, questions(args.packages), need)
+    if not args.chats.exists():
+        made = conversations(args.dense, questions(args.packages), need)
+        args.chats.write_text(json.dumps(made))
+    chats = json.loads(args.chats.read_text())
     out, calibration = {}, []
     for name in {**CALIBRATION, **MEASURED}:
         ids = chats if name == "chat" else (tokenizer.encode(x) for x in texts[name])
