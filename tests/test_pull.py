@@ -46,7 +46,38 @@ def weights():
     out = {}
     for name, shape in shapes.items():
         value = rng.normal(size=shape) * (1 if len(shape) == 1 else 0.2)
-        out[name] = (to_bf16(value).astype(np.uint32) << 16).view(np.float32)
+        out[name] = rounded(value)
+    return out
+
+
+def rounded(x):
+    """To the nearest bfloat16, in float32."""
+    return (to_bf16(x).astype(np.uint32) << 16).view(np.float32)
+
+
+def learnt():
+    """What distilling gives: factors of the norms, and the two factors of the corrections."""
+    rng = np.random.default_rng(7)
+    return {
+        "norms": rng.uniform(0.8, 1.2, (2 * LAYERS + 1, HIDDEN)).astype(np.float16),
+        "left": rng.integers(-127, 128, (LAYERS, 3, HIDDEN), np.int8),
+        "left_scale": np.full((LAYERS, 3), 1e-3, np.float32),
+        "right": rng.integers(-127, 128, (LAYERS, 3, FFN), np.int8),
+        "right_scale": np.full((LAYERS, 3), 1e-3, np.float32),
+    }
+
+
+def taught(w):
+    """The weights with what was learnt in them."""
+    x, out = learnt(), dict(w)
+    left, right = (x[n].astype(np.float32) * x[f"{n}_scale"][..., None] for n in ("left", "right"))
+    for i in range(LAYERS):
+        for j, name in enumerate(("attn_norm", "ffn_norm")):
+            at = f"blk.{i}.{name}"
+            out[at] = rounded(w[at] * x["norms"][2 * i + j].astype(np.float32))
+        at = f"blk.{i}.ffn_down"
+        out[at] = rounded(w[at] + left[i].T @ right[i])
+    out["output_norm"] = rounded(w["output_norm"] * x["norms"][-1].astype(np.float32))
     return out
 
 
@@ -127,7 +158,9 @@ def made(tmp_path_factory):
     labels[:, 1::2] = np.arange(FFN // 2) % EXPERTS  # the cut takes neurons out of order
     router = np.random.default_rng(6).integers(-127, 128, (LAYERS, EXPERTS, HIDDEN), np.int8)
     scale = np.full((LAYERS, EXPERTS), 1e-8, np.float32)
-    np.savez(at / "recipe.npz", labels=labels, router=router, scale=scale, top_k=EXPERTS)
+    cut = {"labels": labels, "router": router, "router_scale": scale, "top_k": EXPERTS}
+    np.savez(at / "recipe.npz", **cut)
+    np.savez(at / "taught.npz", **cut, **learnt())
     (at / "site" / "pip").mkdir(parents=True)
     (at / "site" / "pip" / "__init__.py").touch()
     (at / "site" / "pip" / "__main__.py").write_text(FAKE_PIP)
@@ -175,7 +208,26 @@ def test_the_cut_computes_the_dense_model(cache, capsys):
         assert (moe.experts.count, moe.top_k, moe.renormalise) == (EXPERTS, EXPERTS, False)
         assert moe.shared.width == FFN // 2 and moe.experts.width == FFN // 2 // EXPERTS
     want = dense_logits(weights(), ids)
-    assert np.abs(got - want).max() < 1e-4 * np.abs(want).max()
+    assert np.abs(got - want).max() < 1e-5 * np.abs(want).max()
+
+
+def test_what_was_learnt_is_in_the_weights(cache, made, monkeypatch):
+    monkeypatch.setattr(smollm2_moe, "RECIPE", made[0] / "taught.npz")
+    assert cli.main(["pull", "smollm2-moe", "--quiet"]) == 0
+    ids = [1, 50, 60, 61]
+    with mosaic_c.open("smollm2-moe", ram="512M", kv="f32", threads=1) as model:
+        got = model.session().forward(ids)
+    want, plain = dense_logits(taught(weights()), ids), dense_logits(weights(), ids)
+    assert np.abs(got - want).max() < 1e-5 * np.abs(want).max() < np.abs(want - plain).max()
+
+
+def test_the_shipped_recipe_fits_the_model_and_git():
+    recipe = smollm2_moe.Recipe.load(smollm2_moe.RECIPE)
+    assert smollm2_moe.RECIPE.stat().st_size < 1 << 20
+    assert recipe.labels.shape == (30, 1536) and recipe.router.shape[::2] == (30, 576)
+    assert recipe.top_k < recipe.experts and recipe.experts & (recipe.experts - 1) == 0
+    for of in recipe.labels:  # all experts of a layer are equally large, and so are all shared ones
+        assert [(of == e).sum() for e in range(recipe.experts)] == [recipe.width] * recipe.experts
 
 
 def test_a_pulled_model_talks_and_is_pulled_once(cache, capsys):

@@ -2,8 +2,9 @@
 
 The weights come from a GGUF file in a pinned package. A recipe (recipes/smollm2-moe.npz, made by tools/smollm2_moe)
 says for every neuron of a layer whether it belongs to the shared expert or to which routed one, and holds the routers.
-The cut is exact: with num_experts_per_tok = num_experts the folder computes the dense model. A shared gate of 0 gives
-0.5 and router logits near 0 give 1/E, so the shared down projection is doubled and those of the E experts are
+The cut itself is exact: with all experts chosen it computes the dense model. What the recipe learnt on top, factors of
+the norms and a correction of low rank of the down projections, makes up for the experts that are not. A shared gate of
+0 gives 0.5 and router logits near 0 give 1/E, so the shared down projection is doubled and those of the E experts are
 multiplied by E, powers of two that round nothing.
 """
 
@@ -50,11 +51,18 @@ Tensor = tuple[str, tuple[int, ...], Callable[[], np.ndarray]]  # name, shape, v
 
 @dataclass(frozen=True)
 class Recipe:
-    """labels (layers, ffn) uint8: the expert of a neuron, or 255; router (layers, E, hidden) float32."""
+    """labels (layers, ffn) uint8: the expert of a neuron, or 255; router (layers, E, hidden) float32.
+
+    What was learnt, or None: norms (2 layers + 1, hidden), factors of the norms in the order of their use; left
+    (layers, r, hidden) and right (layers, r, ffn): left.T @ right is added to the down projection.
+    """
 
     labels: np.ndarray
     router: np.ndarray
     top_k: int
+    norms: np.ndarray | None = None
+    left: np.ndarray | None = None
+    right: np.ndarray | None = None
 
     @property
     def experts(self) -> int:
@@ -68,11 +76,36 @@ class Recipe:
     def width(self) -> int:
         return (self.labels.shape[1] - self.shared) // self.experts
 
+    def norm(self, j: int) -> np.ndarray | float:
+        """What norm j is multiplied by."""
+        return 1.0 if self.norms is None else self.norms[j]
+
+    def correction(self, i: int, neurons: np.ndarray) -> np.ndarray | float:
+        """What is added to the columns of layer i's down projection, (hidden, neurons)."""
+        if self.left is None or self.right is None:
+            return 0.0
+        return self.left[i].T @ self.right[i][:, neurons]
+
+    def learnt(self) -> dict[str, np.ndarray] | None:
+        if self.norms is None:
+            return None
+        return {"norms": self.norms, "left": self.left, "right": self.right}
+
     @classmethod
     def load(cls, path: Path) -> Recipe:
         with np.load(path) as data:
-            router = data["router"].astype(np.float32) * data["scale"][:, :, None]
-            return cls(data["labels"], router, int(data["top_k"]))
+
+            def real(name: str) -> np.ndarray:
+                return data[name].astype(np.float32) * data[f"{name}_scale"][..., None]
+
+            learnt = {}
+            if "norms" in data:
+                learnt = {
+                    "norms": data["norms"].astype(np.float32),
+                    "left": real("left"),
+                    "right": real("right"),
+                }
+            return cls(data["labels"], real("router"), int(data["top_k"]), **learnt)
 
 
 def pull(dst: Path, progress: bool = True) -> None:
@@ -157,19 +190,25 @@ def write(source: Source, recipe: Recipe, folder: Path, bar: tqdm) -> None:
 
 
 def tensors(source: Source, recipe: Recipe) -> Iterator[Tensor]:
-    d, hd = source.hidden, source.head_dim
+    d = source.hidden
     vocab = len(source["tokenizer.ggml.tokens"])
     yield "model.embed_tokens.weight", (vocab, d), lambda: source.tensor("token_embd")
-    yield "model.norm.weight", (d,), lambda: source.tensor("output_norm")
+    yield "model.norm.weight", (d,), lambda: recipe.norm(-1) * source.tensor("output_norm")
     for i in range(source.layers):
-        yield from _attention(source, f"model.layers.{i}", f"blk.{i}", d, hd)
+        yield from _attention(source, recipe, i)
         yield from _experts(source, recipe, f"model.layers.{i}.mlp", i)
 
 
-def _attention(source: Source, at: str, blk: str, d: int, hd: int) -> Iterator[Tensor]:
-    q, kv = source.heads, source.kv_heads
-    yield f"{at}.input_layernorm.weight", (d,), lambda: source.tensor(f"{blk}.attn_norm")
-    yield f"{at}.post_attention_layernorm.weight", (d,), lambda: source.tensor(f"{blk}.ffn_norm")
+def _attention(source: Source, recipe: Recipe, i: int) -> Iterator[Tensor]:
+    """Attention and both norms of a layer."""
+    at, blk = f"model.layers.{i}", f"blk.{i}"
+    d, hd, q, kv = source.hidden, source.head_dim, source.heads, source.kv_heads
+    for j, (name, its) in enumerate((("input", "attn"), ("post_attention", "ffn"))):
+        yield (
+            f"{at}.{name}_layernorm.weight",
+            (d,),
+            lambda j=j, its=its: recipe.norm(2 * i + j) * source.tensor(f"{blk}.{its}_norm"),
+        )
     mixer = f"{at}.self_attn"
     yield f"{mixer}.q_proj.weight", (q * hd, d), lambda: source.rotated(f"{blk}.attn_q", q)
     yield f"{mixer}.k_proj.weight", (kv * hd, d), lambda: source.rotated(f"{blk}.attn_k", kv)
@@ -199,7 +238,9 @@ def _experts(source: Source, recipe: Recipe, at: str, i: int) -> Iterator[Tensor
         yield (
             f"{name}.down_proj.weight",
             (d, n),
-            lambda mine=mine, factor=factor: source.tensor(f"{blk}.ffn_down")[:, mine] * factor,
+            lambda mine=mine, factor=factor: (
+                (source.tensor(f"{blk}.ffn_down")[:, mine] + recipe.correction(i, mine)) * factor
+            ),
         )
 
 

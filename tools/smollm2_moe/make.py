@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from reference import Dense, perplexity  # noqa: F401
+from reference import Dense
 
 SHARED = 255
 RIDGE = 3e-3  # of the mean diagonal
@@ -137,7 +137,7 @@ def main() -> None:
     router = np.stack([x[1] for x in made])
     scale = np.abs(router).max(2) / 127
     np.savez_compressed(
-        args.out, labels=np.stack([x[0] for x in made]), scale=scale.astype(np.float32),
+        args.out, labels=np.stack([x[0] for x in made]), router_scale=scale.astype(np.float32),
         router=np.rint(router / scale[:, :, None]).astype(np.int8), top_k=args.top_k,
     )  # fmt: skip
     size = Path(args.out).stat().st_size

@@ -21,8 +21,10 @@ class Dense:
         self.dtype, self.heads, self.kv = dtype, s.heads, s.kv_heads
         self.eps, self.dim = s["llama.attention.layer_norm_rms_epsilon"], s.head_dim
         self.theta = s["llama.rope.freq_base"]
-        self.embed, self.norm = self._get("token_embd"), self._get("output_norm")
+        self.embed = self._get("token_embd")
         self.layers = [self._layer(f"blk.{i}") for i in range(s.layers)]
+        norms = [f"blk.{i}.{x}" for i in range(s.layers) for x in ("attn_norm", "ffn_norm")]
+        self.norms = [self._get(x) for x in [*norms, "output_norm"]]  # in the order of their use
 
     def _cast(self, w: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.array(w)).to(torch.bfloat16).to(self.dtype)
@@ -31,8 +33,13 @@ class Dense:
         return self._cast(self.source.tensor(name))
 
     def _layer(self, at: str) -> dict[str, torch.Tensor]:
-        names = {"an": "attn_norm", "mn": "ffn_norm", "v": "attn_v", "o": "attn_output",
-                 "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"}  # fmt: skip
+        names = {
+            "v": "attn_v",
+            "o": "attn_output",
+            "gate": "ffn_gate",
+            "up": "ffn_up",
+            "down": "ffn_down",
+        }
         out = {short: self._get(f"{at}.{name}") for short, name in names.items()}
         out["q"] = self._cast(self.source.rotated(f"{at}.attn_q", self.heads))
         out["k"] = self._cast(self.source.rotated(f"{at}.attn_k", self.kv))
@@ -42,9 +49,9 @@ class Dense:
         y = x.float()
         return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype) * weight
 
-    def attention(self, w: dict, x: torch.Tensor, turn: tuple) -> torch.Tensor:
+    def attention(self, i: int, x: torch.Tensor, turn: tuple) -> torch.Tensor:
         b, t, _ = x.shape
-        h = self.rms(x, w["an"])
+        w, h = self.layers[i], self.rms(x, self.norms[2 * i])
 
         def heads(name: str, n: int) -> torch.Tensor:
             return F.linear(h, w[name]).view(b, t, n, self.dim).transpose(1, 2)
@@ -67,17 +74,16 @@ class Dense:
         w = self.layers[i]
         return F.silu(F.linear(x, w["gate"])) * F.linear(x, w["up"])
 
-    @torch.no_grad()
     def hidden(self, ids: torch.Tensor) -> torch.Tensor:
         """ids (b, t) -> (b, t, hidden), after the last norm."""
         rate = 1.0 / self.theta ** (torch.arange(0, self.dim, 2).float() / self.dim)
         angle = torch.outer(torch.arange(ids.shape[1]).float(), rate).repeat(1, 2)
         turn = angle.cos().to(self.dtype), angle.sin().to(self.dtype)
         x = F.embedding(ids, self.embed)
-        for i, w in enumerate(self.layers):
-            x = x + self.attention(w, x, turn)
-            x = x + self.mlp(i, self.rms(x, w["mn"]))
-        return self.rms(x, self.norm)
+        for i in range(len(self.layers)):
+            x = x + self.attention(i, x, turn)
+            x = x + self.mlp(i, self.rms(x, self.norms[2 * i + 1]))
+        return self.rms(x, self.norms[-1])
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         return F.linear(self.hidden(ids), self.embed).float()
@@ -92,10 +98,20 @@ class Cut(Dense):
     def use(self, recipe: Recipe | None, choice: str = "router") -> None:
         """choice: router; first: always the same top_k experts, those of the lowest number; random."""
         self.recipe, self.choice = recipe, choice
+        if not hasattr(self, "plain"):
+            self.plain = self.norms
+        self.correct(recipe.learnt() if recipe is not None else None)
         if recipe is not None:
             labels = np.where(recipe.labels == 255, recipe.experts, recipe.labels)
             self.of = torch.from_numpy(labels.astype(np.int64))
             self.router = torch.from_numpy(recipe.router)
+
+    def correct(self, learnt: dict | None) -> None:
+        """learnt: norms, left and right as in Recipe; None: nothing."""
+        self.learnt, self.norms = None, self.plain
+        if learnt is not None:
+            self.learnt = {n: torch.as_tensor(x).to(self.dtype) for n, x in learnt.items()}
+            self.norms = [a * b for a, b in zip(self.plain, self.learnt["norms"], strict=True)]
 
     def mlp(self, i: int, x: torch.Tensor) -> torch.Tensor:
         if self.recipe is None:

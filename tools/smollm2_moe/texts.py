@@ -25,6 +25,7 @@ from mosaic_c.tokenizer import Tokenizer
 ROW = 512
 END = 0  # <|endoftext|>, between documents
 CALIBRATION = {"chat": 12, "speeches": 6, "python": 8, "bible": 6}  # rows
+TRAINING = {"chat": 60, "speeches": 60, "python": 80, "bible": 40}
 MEASURED = {"wikipedia": 8, "novel": 8, "python": 8, "chat": 8}
 
 
@@ -105,20 +106,23 @@ def main() -> None:
     args = parser.parse_args()
     tokenizer = Tokenizer(Path(args.dense))
     texts = documents(args.packages)
-    need = (CALIBRATION["chat"] + MEASURED["chat"] + 1) * ROW
+    need = sum(x["chat"] for x in (CALIBRATION, MEASURED, TRAINING)) * ROW + ROW
     if not args.chats.exists():
         made = conversations(args.dense, questions(args.packages), need)
         args.chats.write_text(json.dumps(made))
     chats = json.loads(args.chats.read_text())
-    out, calibration = {}, []
+    out: dict[str, np.ndarray] = {}
+    parts: dict[str, list[np.ndarray]] = {"calibration": [], "training": []}
     for name in {**CALIBRATION, **MEASURED}:
         ids = chats if name == "chat" else (tokenizer.encode(x) for x in texts[name])
-        first, second = CALIBRATION.get(name, 0), MEASURED.get(name, 0)
-        both = rows(ids, first + second)
-        calibration.append(both[:first])
-        if second:
-            out[name] = both[first:]
-    np.savez_compressed(args.out, calibration=np.concatenate(calibration), **out)
+        counts = [x.get(name, 0) for x in (CALIBRATION, MEASURED, TRAINING)]
+        first, second, third = np.split(rows(ids, sum(counts)), np.cumsum(counts)[:2])
+        parts["calibration"].append(first)
+        parts["training"].append(third)
+        if len(second):
+            out[name] = second
+    out |= {name: np.concatenate(x) for name, x in parts.items()}
+    np.savez_compressed(args.out, **out)
 
 
 if __name__ == "__main__":
