@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import mosaic_c
@@ -105,8 +106,8 @@ def _find_models(args: argparse.Namespace) -> None:
     """Turns names of models into their folders; paths stay as they were given."""
     for name in ("model", MODELS.get(args.command)):
         value = getattr(args, name, None) if name else None
-        if value is not None:
-            setattr(args, name, str(names.find(value)))
+        if value is not None and (found := names.find(value)) != Path(value):
+            setattr(args, name, str(found))
 
 
 class _Notes:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from mosaic_c.errors import MosaicError
+from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.jsonfile import path_text, shown_path
 
 BUILT = ("smollm2-moe",)  # what `pull` makes of a package
@@ -35,6 +35,8 @@ def find(name: str | os.PathLike[str]) -> Path:
     the model, for a name of which nothing is there; a text that is no name comes back as a path.
     """
     text = path_text(name)
+    if not text:
+        raise UsageError("model: expected a folder or a name, got ''")
     if not isinstance(name, str) or os.path.lexists(text):
         return Path(text)
     if text in EMBEDDED:
