@@ -2,10 +2,9 @@
 
 The weights come from a GGUF file in a pinned package. A recipe (recipes/smollm2-moe.npz, made by tools/smollm2_moe)
 says for every neuron of a layer whether it belongs to the shared expert or to which routed one, and holds the routers.
-The cut itself is exact: with all experts chosen it computes the dense model. What the recipe learnt on top, factors of
-the norms and a correction of low rank of the down projections, makes up for the experts that are not. A shared gate of
-0 gives 0.5 and router logits near 0 give 1/E, so the shared down projection is doubled and those of the E experts are
-multiplied by E, powers of two that round nothing.
+The cut itself is exact: with all experts chosen it computes the dense model. Factors of the norms, which the recipe
+learnt, make up for the experts that are not chosen. A shared gate of 0 gives 0.5 and router logits near 0 give 1/E, so
+the shared down projection is doubled and those of the E experts are multiplied by E, powers of two that round nothing.
 """
 
 from __future__ import annotations
@@ -51,18 +50,13 @@ Tensor = tuple[str, tuple[int, ...], Callable[[], np.ndarray]]  # name, shape, v
 
 @dataclass(frozen=True)
 class Recipe:
-    """labels (layers, ffn) uint8: the expert of a neuron, or 255; router (layers, E, hidden) float32.
-
-    What was learnt, or None: norms (2 layers + 1, hidden), factors of the norms in the order of their use; left
-    (layers, r, hidden) and right (layers, r, ffn): left.T @ right is added to the down projection.
-    """
+    """labels (layers, ffn) uint8: the expert of a neuron, or 255; router (layers, E, hidden) float32; norms
+    (2 layers + 1, hidden): what the norms are multiplied by, in the order of their use; None: nothing was learnt."""
 
     labels: np.ndarray
     router: np.ndarray
     top_k: int
     norms: np.ndarray | None = None
-    left: np.ndarray | None = None
-    right: np.ndarray | None = None
 
     @property
     def experts(self) -> int:
@@ -80,32 +74,12 @@ class Recipe:
         """What norm j is multiplied by."""
         return 1.0 if self.norms is None else self.norms[j]
 
-    def correction(self, i: int, neurons: np.ndarray) -> np.ndarray | float:
-        """What is added to the columns of layer i's down projection, (hidden, neurons)."""
-        if self.left is None or self.right is None:
-            return 0.0
-        return self.left[i].T @ self.right[i][:, neurons]
-
-    def learnt(self) -> dict[str, np.ndarray] | None:
-        if self.norms is None:
-            return None
-        return {"norms": self.norms, "left": self.left, "right": self.right}
-
     @classmethod
     def load(cls, path: Path) -> Recipe:
         with np.load(path) as data:
-
-            def real(name: str) -> np.ndarray:
-                return data[name].astype(np.float32) * data[f"{name}_scale"][..., None]
-
-            learnt = {}
-            if "norms" in data:
-                learnt = {
-                    "norms": data["norms"].astype(np.float32),
-                    "left": real("left"),
-                    "right": real("right"),
-                }
-            return cls(data["labels"], real("router"), int(data["top_k"]), **learnt)
+            router = data["router"].astype(np.float32) * data["router_scale"][..., None]
+            norms = data["norms"].astype(np.float32) if "norms" in data else None
+            return cls(data["labels"], router, int(data["top_k"]), norms)
 
 
 def pull(dst: Path, progress: bool = True) -> None:
@@ -238,9 +212,7 @@ def _experts(source: Source, recipe: Recipe, at: str, i: int) -> Iterator[Tensor
         yield (
             f"{name}.down_proj.weight",
             (d, n),
-            lambda mine=mine, factor=factor: (
-                (source.tensor(f"{blk}.ffn_down")[:, mine] + recipe.correction(i, mine)) * factor
-            ),
+            lambda mine=mine, factor=factor: source.tensor(f"{blk}.ffn_down")[:, mine] * factor,
         )
 
 

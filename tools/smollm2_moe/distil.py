@@ -3,12 +3,13 @@
     python tools/smollm2_moe/distil.py GGUF RECIPE --text text.npz --out smollm2-moe.npz [--minutes 20]
 
 The dense model is the teacher; the loss is the KL divergence of the cut's next-token distribution from its.
-What learns: the weights of all norms and a correction of rank R of every down projection. Routers and neurons stay.
+What learns: a factor of every channel of every norm. Routers and neurons stay.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
 from pathlib import Path
@@ -37,23 +38,15 @@ def main() -> None:
     p("--text", required=True, help="npz of texts.py")
     p("--out", required=True)
     p("--minutes", type=float, default=20.0)
-    p("--rate", type=float, default=2e-3)
-    p("--rank", type=int, default=6)
-    p("--batch", type=int, default=2)
+    p("--rate", type=float, default=3e-3)
+    p("--batch", type=int, default=1, help="rows of 512 tokens a step")
     args = parser.parse_args()
     recipe, model = Recipe.load(Path(args.recipe)), Cut(args.gguf)
-    layers, hidden, ffn = len(model.layers), model.embed.shape[1], recipe.labels.shape[1]
+    factors = torch.ones(2 * len(model.layers) + 1, model.embed.shape[1], requires_grad=True)
     gen = torch.Generator().manual_seed(0)
-    learnt = {
-        "left": torch.randn(layers, args.rank, hidden, generator=gen) * 0.02,
-        "right": torch.zeros(layers, args.rank, ffn),
-        "norms": torch.ones(2 * layers + 1, hidden),
-    }
-    for x in learnt.values():
-        x.requires_grad_()
     rows = torch.from_numpy(np.load(args.text)["training"]).long()
     rows = rows[torch.randperm(len(rows), generator=gen)]
-    optimiser = torch.optim.Adam(list(learnt.values()), lr=args.rate, betas=(0.9, 0.98))
+    optimiser = torch.optim.Adam([factors], lr=args.rate, betas=(0.9, 0.98))
     start, seen = time.time(), 0
     for step in range(10**9):
         share = (time.time() - start) / (60 * args.minutes)
@@ -66,15 +59,14 @@ def main() -> None:
         at = step * args.batch % (len(rows) - args.batch + 1)
         ids = rows[at : at + args.batch]
         model.use(None)
-        model.correct(None)
         with torch.no_grad():
             teacher = model.hidden(ids).flatten(0, 1)
         model.use(recipe)
-        model.correct(learnt)
+        model.scale_norms(factors)
         loss = loss_of(model.hidden(ids).flatten(0, 1), teacher, model.embed)
         optimiser.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(list(learnt.values()), 1.0)
+        torch.nn.utils.clip_grad_norm_([factors], 1.0)
         optimiser.step()
         seen += ids.numel()
         if step % 5 == 0:
@@ -83,20 +75,17 @@ def main() -> None:
                 flush=True,
             )
         if step % 20 == 19:
-            save(args.out, args.recipe, learnt)
-    save(args.out, args.recipe, learnt)
+            save(args, factors, seen)
+    save(args, factors, seen)
 
 
-def save(out: str, recipe: str, learnt: dict[str, torch.Tensor]) -> None:
-    """The recipe with what was learnt: the correction as int8 with a scale for each row, norms as factors."""
-    data = dict(np.load(recipe))
-    for name in ("left", "right"):
-        x = learnt[name].detach()
-        scale = x.abs().amax(2) / 127 + 1e-12  # (layers, rank)
-        data[name] = (x / scale[:, :, None]).round().to(torch.int8).numpy()
-        data[f"{name}_scale"] = scale.numpy()
-    data["norms"] = learnt["norms"].detach().half().numpy()
-    np.savez_compressed(out, **data)
+def save(args: argparse.Namespace, factors: torch.Tensor, seen: int) -> None:
+    """The recipe with the factors."""
+    data = dict(np.load(args.recipe))
+    taught = {"distilled_on_tokens": seen, "rate": args.rate, "rows": args.batch}
+    data["about"] = np.array(json.dumps(json.loads(str(data["about"])) | taught))
+    data["norms"] = factors.detach().half().numpy()
+    np.savez_compressed(args.out, **data)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ together; the router of a cluster is the ridge regression of the size of its out
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 
@@ -136,8 +137,10 @@ def main() -> None:
     made = [layer(model, i, x, args.shared, args.experts) for i, x in enumerate(xs)]
     router = np.stack([x[1] for x in made])
     scale = np.abs(router).max(2) / 127
+    about = {"model": "SmolLM2-135M-Instruct", "calibrated_on_tokens": len(xs[0])}
     np.savez_compressed(
-        args.out, labels=np.stack([x[0] for x in made]), router_scale=scale.astype(np.float32),
+        args.out,
+        about=json.dumps(about), labels=np.stack([x[0] for x in made]), router_scale=scale.astype(np.float32),
         router=np.rint(router / scale[:, :, None]).astype(np.int8), top_k=args.top_k,
     )  # fmt: skip
     size = Path(args.out).stat().st_size

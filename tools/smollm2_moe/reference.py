@@ -100,18 +100,18 @@ class Cut(Dense):
         self.recipe, self.choice = recipe, choice
         if not hasattr(self, "plain"):
             self.plain = self.norms
-        self.correct(recipe.learnt() if recipe is not None else None)
+        norms = None if recipe is None or recipe.norms is None else torch.from_numpy(recipe.norms)
+        self.scale_norms(norms)
         if recipe is not None:
             labels = np.where(recipe.labels == 255, recipe.experts, recipe.labels)
             self.of = torch.from_numpy(labels.astype(np.int64))
             self.router = torch.from_numpy(recipe.router)
 
-    def correct(self, learnt: dict | None) -> None:
-        """learnt: norms, left and right as in Recipe; None: nothing."""
-        self.learnt, self.norms = None, self.plain
-        if learnt is not None:
-            self.learnt = {n: torch.as_tensor(x).to(self.dtype) for n, x in learnt.items()}
-            self.norms = [a * b for a, b in zip(self.plain, self.learnt["norms"], strict=True)]
+    def scale_norms(self, factors: torch.Tensor | None) -> None:
+        """factors (2 layers + 1, hidden), as in Recipe; None: the dense model's norms."""
+        self.norms = self.plain
+        if factors is not None:
+            self.norms = [a * b for a, b in zip(self.plain, factors.to(self.dtype), strict=True)]
 
     def mlp(self, i: int, x: torch.Tensor) -> torch.Tensor:
         if self.recipe is None:
