@@ -13,9 +13,11 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import mosaic_c
+from mosaic_c import names
 from mosaic_c.errors import MosaicError, UsageError
 
 COMMANDS = (
@@ -24,12 +26,15 @@ COMMANDS = (
     "plan",
     "synth",
     "convert",
+    "pull",
     "simulate",
     "bench",
     "verify",
     "doctor",
 )
 PATHS = ("model", "path", "config", "src", "dst", "trace", "routing", "compare", "plot", "source")
+# the argument of a command that is a model's folder or name, beside --model
+MODELS = {"inspect": "path", "doctor": "path", "convert": "src", "plan": "config"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,6 +70,7 @@ def _main(argv: Sequence[str] | None) -> int:
         args = commands.parse_args(argv)
         command = f" {args.command}"
         _check_paths(args)
+        _find_models(args)
         status = args.run(args)
         sys.stdout.flush()
         return status
@@ -94,6 +100,14 @@ def _check_paths(args: argparse.Namespace) -> None:
         value = getattr(args, name, None)
         if "" in (value if isinstance(value, list) else [value]):
             raise UsageError(f"{name}: expected a file or folder, got ''")
+
+
+def _find_models(args: argparse.Namespace) -> None:
+    """Turns names of models into their folders; paths stay as they were given."""
+    for name in ("model", MODELS.get(args.command)):
+        value = getattr(args, name, None) if name else None
+        if value is not None and (found := names.find(value)) != Path(value):
+            setattr(args, name, str(found))
 
 
 class _Notes:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mosaic_c import engine, engine_pure, modes, origin
+from mosaic_c import engine, engine_pure, modes, names, origin
 from mosaic_c.bind import Located
 from mosaic_c.budget import MB, MemoryPlan, plan_memory, require_fit
 from mosaic_c.checkpoint import Checkpoint
@@ -98,7 +98,8 @@ def open_model(
     tokenizer: Any = None,
     source: str | os.PathLike[str] | None = None,
 ) -> Model:
-    """Opens a Hugging Face folder. See docs/design.md section 8 for the arguments.
+    """Opens a Hugging Face folder, or the pulled model of that name (names.find). See docs/design.md section 8 for
+    the arguments.
 
     ram: bytes or "6G", the bound of this whole process; None: what limits.default_budget says. ctx: tokens a
     session may hold; None: min(model limit, 32768, what fits). slots: experts in the cache (per layer for
@@ -112,7 +113,7 @@ def open_model(
     if isa is not None:
         _one_of("isa", isa, engine.isas())
     checkpoint, located, memory = plan_model(
-        path, ram, ctx, threads, io, policy, slots, kv, tokenizer is not None, source
+        names.find(path), ram, ctx, threads, io, policy, slots, kv, tokenizer is not None, source
     )
     require_fit(memory)
     model = Model(checkpoint, located.plan, memory, io, isa, tokenizer)

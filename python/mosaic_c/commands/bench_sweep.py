@@ -19,7 +19,13 @@ def add_parser(which: argparse._SubParsersAction) -> None:
         "the model's files out of the page cache, from the first token on: the cache is empty at the start.",
     )
     add = parser.add_argument
-    add("--model", "-m", metavar="DIR", required=True, help="folder of a Hugging Face checkpoint")
+    add(
+        "--model",
+        "-m",
+        metavar="DIR",
+        required=True,
+        help="folder of a Hugging Face checkpoint, or a pulled name",
+    )
     add("--slots", metavar="N,N", help="experts in the cache per layer (default: 2,4,8,16,32,64, as far as the "
         "model has experts)")  # fmt: skip
     add(

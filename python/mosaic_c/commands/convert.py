@@ -23,7 +23,7 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
         "few experts. A run that was interrupted is continued by the same command; DST appears when it is complete.",
     )
     p = parser.add_argument
-    p("src", metavar="SRC", help="folder of a Hugging Face checkpoint")
+    p("src", metavar="SRC", help="folder of a Hugging Face checkpoint, or a pulled name")
     p("dst", metavar="DST", help="folder to create; must not exist (but see --verify)")
     p("--experts", choices=EXPERTS, help="format of the experts; groups of 32 or 64 round less than whole rows, fp8 "
       "keeps the bits of an FP8 source, bf16 those of a BF16 one")  # fmt: skip

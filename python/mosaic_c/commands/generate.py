@@ -12,10 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mosaic_c.commands.options import add_model_options, cache_folder, model_options
+from mosaic_c.commands.options import add_model_options, model_options
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.jsonfile import check_writable
 from mosaic_c.limits import format_size
+from mosaic_c.names import cache_folder
 
 MAX_PROMPT = 8 << 20  # bytes read from stdin; the longest context is some 4 MB of text
 

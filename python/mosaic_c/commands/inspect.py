@@ -30,7 +30,11 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "path", metavar="PATH", nargs="?", default=argparse.SUPPRESS, help="checkpoint folder"
+        "path",
+        metavar="PATH",
+        nargs="?",
+        default=argparse.SUPPRESS,
+        help="checkpoint folder, or a pulled name",
     )
     parser.add_argument(
         "--model", metavar="PATH", default=argparse.SUPPRESS, help="the same, by name"

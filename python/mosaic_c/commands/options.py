@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from mosaic_c.errors import UsageError
@@ -13,7 +12,8 @@ from mosaic_c.modes import IO_MODES, MODEL_POLICIES
 def add_model_options(parser: argparse.ArgumentParser, required: bool = False) -> None:
     """--model and everything that says how it runs, with defaults in the help text."""
     p = parser.add_argument
-    p("--model", "-m", metavar="DIR", required=required, help="folder of a Hugging Face checkpoint")
+    p("--model", "-m", metavar="MODEL", required=required, help="folder of a Hugging Face checkpoint, or the "
+      "name of a pulled model: smollm2-moe, ORG/NAME")  # fmt: skip
     p("--ram", metavar="SIZE", help="bound of the whole process, such as 6G (default: what the system has "
       "available or the control group allows, less a quarter)")  # fmt: skip
     p("--ctx", type=int, metavar="N", help="tokens of context (default: the model's limit, at most 32768, "
@@ -67,11 +67,3 @@ def numbers(name: str, text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise UsageError(f"{name}: expected whole numbers such as 1,2,4, got {text!r}") from None
-
-
-def cache_folder() -> Path:
-    """Where this program keeps files of its own for the user."""
-    import os
-
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "mosaic_c"

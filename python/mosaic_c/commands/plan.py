@@ -34,7 +34,12 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
         "that runs, and whether this one does. Reads only configs and headers.",
     )
     p = parser.add_argument
-    p("config", metavar="CONFIG_OR_DIR", nargs="?", help="a config.json or a folder with one")
+    p(
+        "config",
+        metavar="CONFIG_OR_DIR",
+        nargs="?",
+        help="a config.json, a folder with one or a pulled name",
+    )
     add_model_options(parser)
     p(
         "--disk",

@@ -25,7 +25,13 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
         "anything differs. The scalar kernels are slow: a large model takes minutes.",
     )
     p = parser.add_argument
-    p("--model", "-m", metavar="DIR", required=True, help="folder of a Hugging Face checkpoint")
+    p(
+        "--model",
+        "-m",
+        metavar="DIR",
+        required=True,
+        help="folder of a Hugging Face checkpoint, or a pulled name",
+    )
     p("--ram", metavar="SIZE", help="bound of the whole process, such as 6G (default: what the system has "
       "available or the control group allows, less a quarter)")  # fmt: skip
     p(
