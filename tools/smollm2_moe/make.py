@@ -1,6 +1,6 @@
 """Makes the recipe: which neurons go together, and the routers.
 
-    python tools/smollm2_moe/make.py GGUF --text text.npz --out smollm2-moe.npz --shared 1024 --experts 32 --top-k 8
+    python tools/smollm2_moe/make.py GGUF --text text.npz --out smollm2-moe.npz --shared 1024 --experts 32 --top-k 12
 
 Runs the dense model over the calibration text, keeps the input of every MLP, and then for each layer: the neurons that
 give the most on average are the shared expert; the others are put into balanced clusters of neurons that are active
@@ -124,7 +124,7 @@ def main() -> None:
     p("--inputs", help="file that keeps the inputs of the MLPs for the next variant")
     p("--shared", type=int, default=1024)
     p("--experts", type=int, default=32)
-    p("--top-k", type=int, default=8)
+    p("--top-k", type=int, default=12)
     args = parser.parse_args()
     model, start = Dense(args.gguf), time.time()
     if args.inputs and Path(args.inputs).exists():

@@ -31,9 +31,8 @@ def main() -> None:
     p("--rows", type=int, help="of each text (default: all)")
     args = parser.parse_args()
     data = np.load(args.text)
-    texts = {
-        n: torch.from_numpy(data[n][: args.rows]).long() for n in data.files if n != "calibration"
-    }
+    names = [n for n in data.files if n not in ("calibration", "training")]
+    texts = {n: torch.from_numpy(data[n][: args.rows]).long() for n in names}
     model = Cut(args.gguf)
 
     def line(name: str) -> None:
