@@ -140,6 +140,37 @@ def test_a_journal_of_a_pack_that_was_finished(source, tmp_path, monkeypatch, wa
     assert contents(tmp_path / "p") == want
 
 
+@pytest.mark.parametrize("finished", [False, True])
+def test_another_that_ends_while_this_one_begins(source, tmp_path, monkeypatch, want, finished):
+    """Its journal is removed after this one opened it: a lock of that keeps nobody out; or the pack is there."""
+    partial = tmp_path / "p.partial"
+
+    def flock(fd: int, how: int) -> None:
+        if finished:
+            (tmp_path / "p").mkdir()
+        else:
+            (partial / "journal").unlink()
+
+    with monkeypatch.context() as m:
+        m.setattr(conversion.fcntl, "flock", flock)
+        m.setattr(conversion.Source, "sha256", lambda *_: pytest.fail("work was begun"))
+        if finished:
+            refusal(run(source, tmp_path / "p"), "p exists already, since just now", code="EEXIST")
+            assert not partial.exists() and not list((tmp_path / "p").iterdir())
+            (tmp_path / "p").rmdir()
+        else:
+            refusal(run(source, tmp_path / "p"), "another convert is writing it", code="EBUSY")
+    run(source, tmp_path / "p")()
+    assert contents(tmp_path / "p") == want
+
+
+def test_a_journal_of_somebody_else(source, tmp_path):
+    (tmp_path / "p.partial" / "pack").mkdir(parents=True)
+    for text in ("[" * 100_000 + "\n", "\n", "{}\n", "\xff\n", "1\n"):
+        (tmp_path / "p.partial" / "journal").write_text(text, encoding="latin-1")
+        refusal(run(source, tmp_path / "p"), "is of another conversion", "remove it", code="EEXIST")
+
+
 @contextmanager
 def at_call(number: int, act: Callable[[], None]) -> Iterator[None]:
     """act() in place of the call of that number, of all that change a disk."""
