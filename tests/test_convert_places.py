@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -169,6 +170,34 @@ def test_a_journal_of_somebody_else(source, tmp_path):
     for text in ("[" * 100_000 + "\n", "\n", "{}\n", "\xff\n", "1\n"):
         (tmp_path / "p.partial" / "journal").write_text(text, encoding="latin-1")
         refusal(run(source, tmp_path / "p"), "is of another conversion", "remove it", code="EEXIST")
+
+
+def test_what_was_finished_and_then_damaged(source, tmp_path, monkeypatch):
+    """What to do is one thing, and said first; a flipped bit that only --verify reads again says it, too."""
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "p.partial" / "pack"
+    for name, damage in (
+        ("model.safetensors", -1),
+        ("experts-00001.bin", -1),
+        ("experts-00001.bin", 1),
+    ):
+        with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+            m.setattr(conversion._Job, "_write_texts", killed)
+            run(source, tmp_path / "p")()
+        raw = bytearray((folder / name).read_bytes())
+        if damage < 0:
+            (folder / name).write_bytes(raw[:damage])
+            advice = f"^damaged since an earlier run: remove {tmp_path}/p.partial and convert again"
+        else:
+            raw[5] ^= 1
+            (folder / name).write_bytes(raw)
+            advice = f"remove {tmp_path}/p and convert again$"
+        text = refusal(run(source, tmp_path / "p", verify=True), name)
+        assert re.search(advice, text), text
+        shutil.rmtree(tmp_path / "p.partial", ignore_errors=True)
 
 
 @contextmanager

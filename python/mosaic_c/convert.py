@@ -453,7 +453,8 @@ class _Job:
             Checkpoint.open(self.folder).locate()
         except MosaicError as error:
             raise MosaicError(
-                f"{error}; remove {shown_path(self.partial)} and convert again", error.code
+                f"damaged since an earlier run: remove {shown_path(self.partial)} and convert again ({error})",
+                error.code,
             ) from None
         _sync(self.folder)
         if os.path.lexists(self.dst):  # rename would replace an empty folder
