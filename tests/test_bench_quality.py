@@ -25,6 +25,7 @@ from mosaic_c.bench_quality import TEXTS, VARIANTS, difference, mean, quality
 from mosaic_c.checkpoint import Checkpoint
 from mosaic_c.cli import main
 from mosaic_c.convert import DENSE, FORMATS, convert
+from mosaic_c.errors import MosaicError
 from mosaic_c.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -224,6 +225,16 @@ def test_a_disk_that_fills_on_the_way(tiny, text, tmp_path, monkeypatch):
     refusal(
         lambda: quality(tiny, [text], ["mxfp4"], folder=tmp_path, **OPTIONS),
         f"{tmp_path}/mosaic_c-", "No space left on device; choose another --folder", code="EIO",
+    )  # fmt: skip
+    monkeypatch.undo()
+
+    def small(*_: object, **__: object) -> None:
+        raise MosaicError("smaller format with --experts", "ENOSPC")
+
+    monkeypatch.setattr(bench_quality, "convert", small)
+    refusal(
+        lambda: quality(tiny, [text], ["mxfp4"], folder=tmp_path, **OPTIONS),
+        "no room left for mxfp4; choose another --folder", code="ENOSPC",
     )  # fmt: skip
     assert not list(tmp_path.iterdir())
 

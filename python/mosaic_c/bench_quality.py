@@ -263,6 +263,11 @@ def quality(
                         threads=options.get("threads"),
                     )  # fmt: skip
                 except MosaicError as error:
+                    if error.code == "ENOSPC":  # filled since: convert's way out is not ours
+                        where = shown_path(temporary)
+                        raise MosaicError(
+                            f"{where}: no room left for {name}; {way}", "ENOSPC"
+                        ) from None
                     if error.code != "EFORMAT":  # values that the format cannot hold
                         raise
                     report.notes.append(f"{name}: {error}")
