@@ -11,18 +11,21 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import VECTORS, open_small
 from helpers_checkpoint import refusal
 
-from mosaic_c import scratch, synth
+from mosaic_c import bench_quality, scratch, synth
 from mosaic_c.bench_quality import TEXTS, VARIANTS, difference, mean, quality
 from mosaic_c.checkpoint import Checkpoint
 from mosaic_c.cli import main
 from mosaic_c.convert import DENSE, FORMATS, convert
+from mosaic_c.errors import MosaicError
 from mosaic_c.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -120,7 +123,8 @@ def test_a_variant_that_cannot_be_made_is_left_out(text, tmp_path, capsys):
         f.seek(int(e["offset"]))
         f.write(np.array([0x7FC0], "<u2").tobytes())
     assert main(args) == 1
-    assert "as it is: logits of fox.txt are NaN or infinite" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert f"{folder}: logits of fox.txt are NaN or infinite" in err and "fetch it anew" in err
 
 
 def test_errors_by_hand():
@@ -145,7 +149,9 @@ def test_the_command(tiny, text, tmp_path, capsys):
     assert main(args) == 0
     out = capsys.readouterr().out
     assert "synthetic weights" in out and "3 windows of at most 40 tokens, 97 predicted" in out
-    assert re.search(r"^mxfp4 +int8 +0\.\d +0\.\d\d +\d+\.\d{3} \+-[\d.]+ +-?[\d.]+ \+-[\d.]+ ", out, re.M)
+    assert re.search(
+        r"^mxfp4 +int8 +0\.\d +0\.\d\d +\d+\.\d{3} \+-[\d.]+ +-?[\d.]+ \+-[\d.]+ ", out, re.M
+    )
     assert re.search(r"paired, 1/1000 nat\nmxfp4 +int8 +-?[\d.]+ \+-[\d.]+\n", out)
     assert main([*args, "--json"]) == 0
     got = json.loads(capsys.readouterr().out)
@@ -164,8 +170,11 @@ def test_refusals(tiny, text, tmp_path, monkeypatch):
         refusal(run(variants=[name]), "expected EXPERTS, +DENSE or EXPERTS+DENSE", code="EINVAL")
     refusal(run(window=1), "window: expected 2 to 4096 tokens, got 1", code="EINVAL")
     refusal(run(window=5000), "window: expected 2 to 4096", code="EINVAL")
-    refusal(run(tokens=1), "1 tokens of each text: expected 2 or more", code="EINVAL")
-    for data, words in ((b"", "0 tokens, expected 2 or more"), (b"ab\xff", "not UTF-8 at byte 2")):
+    refusal(run(tokens=1), "tokens of each text: expected 2 or more, got 1", code="EINVAL")
+    for data, words in (
+        (b"", "expected 2 tokens or more, got 0"),
+        (b"ab\xff", "not UTF-8 at byte 2"),
+    ):
         (tmp_path / "x.txt").write_bytes(data)
         refusal(run(texts=[tmp_path / "x.txt"]), "x.txt", words)
     (tmp_path / "x.txt").unlink()
@@ -179,6 +188,66 @@ def test_refusals(tiny, text, tmp_path, monkeypatch):
     monkeypatch.setattr(scratch.shutil, "disk_usage", lambda _: usage)
     refusal(run(), "not enough disk space: needs", "fewer --tokens", code="ENOSPC")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_variant_without_finite_logits_is_left_out(tiny, text, tmp_path, monkeypatch):
+    real = bench_quality.log_softmax
+    calls = 0
+
+    def rows(z: np.ndarray) -> np.ndarray:
+        nonlocal calls
+        calls += 1
+        return real(z) * (np.nan if calls == 3 else 1)  # the first rows of the second model
+
+    monkeypatch.setattr(bench_quality, "log_softmax", rows)
+    names = ["int4-g64", "mxfp4"]
+    r = quality(tiny, [text], names, tokens=17, folder=tmp_path, **OPTIONS)
+    assert [x.experts for x in r.runs] == ["as it is", "mxfp4"]
+    assert r.notes == ["int4-g64: logits of fox.txt are NaN or infinite"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_infinite_logits_warn_of_nothing(tmp_path):
+    run = bench_quality.Run("", "", 0, 0, 0)
+    with (tmp_path / "logits").open("w+b", buffering=0) as file:
+        compare = bench_quality._Compare(file.fileno(), 2, run, first=True)
+        z = np.array([[np.inf, 1], [0, 0]], np.float32)
+        compare.window(SimpleNamespace(session=lambda: nullcontext(SimpleNamespace(
+            each=lambda ids, take: take(0, z)))), [0, 1])  # fmt: skip
+    assert math.isnan(run.nll[0])
+
+
+def test_a_disk_that_fills_on_the_way(tiny, text, tmp_path, monkeypatch):
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(bench_quality.os, "pwrite", full)
+    refusal(
+        lambda: quality(tiny, [text], ["mxfp4"], folder=tmp_path, **OPTIONS),
+        f"{tmp_path}/mosaic_c-", "No space left on device; choose another --folder", code="EIO",
+    )  # fmt: skip
+    monkeypatch.undo()
+
+    def small(*_: object, **__: object) -> None:
+        raise MosaicError("smaller format with --experts", "ENOSPC")
+
+    monkeypatch.setattr(bench_quality, "convert", small)
+    refusal(
+        lambda: quality(tiny, [text], ["mxfp4"], folder=tmp_path, **OPTIONS),
+        "no room left for mxfp4; choose another --folder", code="ENOSPC",
+    )  # fmt: skip
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tokenizer_of_another_model(tiny, text, tmp_path):
+    folder = Path(shutil.copytree(tiny, tmp_path / "m"))
+    t = json.loads((folder / "tokenizer.json").read_text())
+    t["model"]["vocab"] = {k: v + (600 if k == "q" else 0) for k, v in t["model"]["vocab"].items()}
+    (folder / "tokenizer.json").write_text(json.dumps(t))
+    refusal(
+        lambda: quality(folder, [text], ["mxfp4"], folder=tmp_path, **OPTIONS),
+        "m/tokenizer.json: makes token ", "expected 0..511 as config.json has it", code="EFORMAT",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -205,5 +274,5 @@ def test_the_texts_are_described_and_shipped():
         data = path.read_text(encoding="utf-8")
         assert 4000 <= len(data) <= 100_000, path.name
         assert f"| {path.name} |" in readme
-    assert 'mosaic_c = ["texts/*"]' in (ROOT / "pyproject.toml").read_text()
+    assert '"texts/*"' in (ROOT / "pyproject.toml").read_text()
     assert "python/mosaic_c/texts *" in (ROOT / "MANIFEST.in").read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -138,6 +139,65 @@ def test_a_journal_of_a_pack_that_was_finished(source, tmp_path, monkeypatch, wa
     (tmp_path / "p").rename(tmp_path / "q")
     assert run(source, tmp_path / "p")().resumed == 0
     assert contents(tmp_path / "p") == want
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_another_that_ends_while_this_one_begins(source, tmp_path, monkeypatch, want, finished):
+    """Its journal is removed after this one opened it: a lock of that keeps nobody out; or the pack is there."""
+    partial = tmp_path / "p.partial"
+
+    def flock(fd: int, how: int) -> None:
+        if finished:
+            (tmp_path / "p").mkdir()
+        else:
+            (partial / "journal").unlink()
+
+    with monkeypatch.context() as m:
+        m.setattr(conversion.fcntl, "flock", flock)
+        m.setattr(conversion.Source, "sha256", lambda *_: pytest.fail("work was begun"))
+        if finished:
+            refusal(run(source, tmp_path / "p"), "p exists already, since just now", code="EEXIST")
+            assert not partial.exists() and not list((tmp_path / "p").iterdir())
+            (tmp_path / "p").rmdir()
+        else:
+            refusal(run(source, tmp_path / "p"), "another convert is writing it", code="EBUSY")
+    run(source, tmp_path / "p")()
+    assert contents(tmp_path / "p") == want
+
+
+def test_a_journal_of_somebody_else(source, tmp_path):
+    (tmp_path / "p.partial" / "pack").mkdir(parents=True)
+    for text in ("[" * 100_000 + "\n", "\n", "{}\n", "\xff\n", "1\n"):
+        (tmp_path / "p.partial" / "journal").write_text(text, encoding="latin-1")
+        refusal(run(source, tmp_path / "p"), "is of another conversion", "remove it", code="EEXIST")
+
+
+def test_what_was_finished_and_then_damaged(source, tmp_path, monkeypatch):
+    """What to do is one thing, and said first; a flipped bit that only --verify reads again says it, too."""
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "p.partial" / "pack"
+    for name, damage in (
+        ("model.safetensors", -1),
+        ("experts-00001.bin", -1),
+        ("experts-00001.bin", 1),
+    ):
+        with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+            m.setattr(conversion._Job, "_write_texts", killed)
+            run(source, tmp_path / "p")()
+        raw = bytearray((folder / name).read_bytes())
+        if damage < 0:
+            (folder / name).write_bytes(raw[:damage])
+            advice = f"^damaged since an earlier run: remove {tmp_path}/p.partial and convert again"
+        else:
+            raw[5] ^= 1
+            (folder / name).write_bytes(raw)
+            advice = f"remove {tmp_path}/p and convert again$"
+        text = refusal(run(source, tmp_path / "p", verify=True), name)
+        assert re.search(advice, text), text
+        shutil.rmtree(tmp_path / "p.partial", ignore_errors=True)
 
 
 @contextmanager

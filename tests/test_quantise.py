@@ -37,7 +37,12 @@ def nearest(w: np.ndarray, grid: np.ndarray, each: np.ndarray) -> np.ndarray:
 
 
 E4M3 = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-GRIDS = {"INT4": np.arange(8.0), "I8": np.arange(128.0), "F4": np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]), "F8_E4M3": E4M3}
+GRIDS = {
+    "INT4": np.arange(8.0),
+    "I8": np.arange(128.0),
+    "F4": np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]),
+    "F8_E4M3": E4M3,
+}
 
 
 @settings(max_examples=150, deadline=None)

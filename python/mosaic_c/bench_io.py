@@ -17,7 +17,7 @@ import numpy as np
 
 from mosaic_c import engine, engine_bench
 from mosaic_c.errors import MosaicError, UsageError
-from mosaic_c.jsonfile import show
+from mosaic_c.jsonfile import show, shown_path
 from mosaic_c.limits import format_size, read_limits, smallest_limit
 from mosaic_c.pack import largest_file
 
@@ -123,7 +123,7 @@ def _temporary(
 ) -> Iterator[Disk]:
     """A file of random bytes that has no name, so that nothing can leave it behind: it goes when this process
     ends, however that happens."""
-    name = f"a temporary file in {folder}"
+    name = f"a temporary file in {shown_path(folder)}"
     _check_size(name, bytes_, size)
     free = shutil.disk_usage(folder).free
     if free < bytes_ + _SPARE:

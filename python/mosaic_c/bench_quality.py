@@ -11,7 +11,8 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from mosaic_c.checkpoint import DTYPE_CODES
 from mosaic_c.convert import DENSE, FILE_BYTES, FORMATS, convert, plan
 from mosaic_c.convert_source import Source
 from mosaic_c.errors import MosaicError, UsageError
-from mosaic_c.jsonfile import read_small, shown_path
+from mosaic_c.jsonfile import read_small, reason, shown_path
 from mosaic_c.opening import open_model
 from mosaic_c.scratch import scratch
 from mosaic_c.synth_shapes import LABEL
@@ -122,23 +123,31 @@ def difference(
 
 
 def windows_of(
-    tokenizer: Tokenizer, paths: Sequence[Path], size: int, most: int | None
+    tokenizer: Tokenizer, paths: Sequence[Path], size: int, most: int | None, vocab: int
 ) -> tuple[list[Text], list[Window]]:
     """Texts as the tokenizer encodes them (text of special tokens is plain text), cut into windows of `size` tokens
-    without overlap, the last one shorter; most: tokens of each text, None: all."""
+    without overlap, the last one shorter; most: tokens of each text, None: all; vocab: tokens that the model has."""
     texts, windows = list[Text](), list[Window]()
     for path in paths:
         try:
             text = read_small(path, MAX_TEXT).decode()
         except UnicodeDecodeError as error:
             raise MosaicError(
-                f"{shown_path(path)}: not UTF-8 at byte {error.start}", "EFORMAT"
+                f"{shown_path(path)}: not UTF-8 at byte {error.start}; save the text as UTF-8",
+                "EFORMAT",
             ) from None
         ids = tokenizer.encode(text, specials=False)[:most]
+        if ids and max(ids) >= vocab:
+            raise MosaicError(
+                f"{shown_path(tokenizer.folder / 'tokenizer.json')}: makes token {max(ids)} of {shown_path(path)}, "
+                f"expected 0..{vocab - 1} as config.json has it: another model's; copy that of this one", "EFORMAT",
+            )  # fmt: skip
         parts = [ids[i : i + size] for i in range(0, len(ids), size)]
         mine = [Window(len(texts), part) for part in parts if len(part) > 1]
         if not mine:
-            raise UsageError(f"{shown_path(path)}: {len(ids)} tokens, expected 2 or more")
+            raise UsageError(
+                f"{shown_path(path)}: expected 2 tokens or more, got {len(ids)}; give a longer text"
+            )
         texts.append(Text(path.name, len(ids), sum(x.scored for x in mine)))
         windows += mine
     return texts, windows
@@ -216,14 +225,18 @@ def quality(
     paths = [Path(x) for x in texts] if texts else sorted(TEXTS.glob("*.txt"))
     chosen = VARIANTS if variants is None else variants_of(variants)
     if tokens is not None and tokens < 2:
-        raise UsageError(f"{tokens} tokens of each text: expected 2 or more")
+        raise UsageError(f"tokens of each text: expected 2 or more, got {tokens}")
     with Source(model) as source:
         plan_ = source.plan
+        if plan_.max_positions < 2:
+            raise UsageError(
+                f"{shown_path(source.folder)}: a context of 1 token: nothing is predicted"
+            )
         if window is None:
             window = min(WINDOW, plan_.max_positions)
         if not 2 <= window <= plan_.max_positions:
             raise UsageError(f"window: expected 2 to {plan_.max_positions} tokens, got {window}")
-        found, windows = windows_of(Tokenizer(source.folder), paths, window, tokens)
+        found, windows = windows_of(Tokenizer(source.folder), paths, window, tokens, plan_.vocab)
         todo = [(e, d) for e, d in chosen if _changes(source, e, d) or variants is not None]
         sized = [_sized(source, e, d) for e, d in ((None, None), *todo)]
         kept, synthetic = _kept(source)[0], bool(source.checkpoint.config.get(LABEL))
@@ -235,7 +248,7 @@ def quality(
     )  # fmt: skip
     options |= {"ctx": window}
     way = "choose another --folder, or fewer --tokens"
-    with scratch(folder, need, way) as temporary:
+    with scratch(folder, need, way) as temporary, _disk(temporary, way):
         logits = temporary / "logits"
         for run, (experts, dense) in zip(sized, ((None, None), *todo), strict=True):
             name = f"{run.experts} + {run.dense}" if run.dense != AS_IS else run.experts
@@ -250,10 +263,15 @@ def quality(
                         threads=options.get("threads"),
                     )  # fmt: skip
                 except MosaicError as error:
+                    if error.code == "ENOSPC":  # filled since: convert's way out is not ours
+                        where = shown_path(temporary)
+                        raise MosaicError(
+                            f"{where}: no room left for {name}; {way}", "ENOSPC"
+                        ) from None
                     if error.code != "EFORMAT":  # values that the format cannot hold
                         raise
                     report.notes.append(f"{name}: {error}")
-                    shutil.rmtree(temporary / "variant.partial")
+                    shutil.rmtree(temporary / "variant.partial", ignore_errors=True)
                     continue
             run.convert_s, start = time.perf_counter() - start, time.perf_counter()
             with (
@@ -261,20 +279,39 @@ def quality(
                 open(logits, "r+b" if report.runs else "w+b", buffering=0) as file,
             ):
                 compare = _Compare(file.fileno(), plan_.vocab, run, first=not report.runs)
+                odd = ""
                 for i, x in enumerate(windows):
                     compare.window(opened, x.ids)
                     if not math.isfinite(run.nll[-1] + run.kl[-1]):
-                        text = found[x.text].name
-                        raise MosaicError(
-                            f"{name}: logits of {text} are NaN or infinite", "EFORMAT"
-                        )
+                        odd = f"logits of {shown_path(found[x.text].name)} are NaN or infinite"
+                        break
                     progress(name, done + i + 1, len(sized) * len(windows))
+            if odd and not report.runs:
+                raise MosaicError(
+                    f"{shown_path(source.folder)}: {odd}, so nothing can be compared with them; a damaged copy of the "
+                    "checkpoint does that: fetch it anew", "EFORMAT",
+                )  # fmt: skip
             run.run_s = time.perf_counter() - start
             if report.runs:
                 shutil.rmtree(path)
+            if odd:
+                report.notes.append(f"{name}: {odd}")
+                continue
             report.runs.append(run)
             rows(report)
     return report
+
+
+@contextmanager
+def _disk(folder: Path, way: str) -> Iterator[None]:
+    """A disk that fills or fails on the way is an error that says where, and what to do."""
+    try:
+        yield
+    except BrokenPipeError:  # of what rows prints
+        raise
+    except OSError as error:
+        where = error.filename or folder
+        raise MosaicError(f"{shown_path(where)}: {reason(error)}; {way}", "EIO") from None
 
 
 class _Compare:
@@ -292,6 +329,9 @@ class _Compare:
             z = z[: len(ids) - 1 - at]  # nothing follows the last token
             for i in range(0, len(z), ROWS):
                 part = z[i : i + ROWS]
+                if not np.isfinite(part).all():
+                    nll = math.nan
+                    return
                 q = log_softmax(part)
                 targets = ids[at + i + 1 : at + i + 1 + len(part)]
                 nll -= float(q[np.arange(len(part)), targets].sum())

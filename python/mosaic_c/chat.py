@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from .errors import MosaicError, UsageError
+from .jsonfile import shown_path
 from .template import REASONING, chat_template, compared_strings, plain, prepare, render
 from .tokenizer import Tokenizer, check_text
 
@@ -44,7 +45,8 @@ def encode_chat(
         found = chat_template(tokenizer.folder, tokenizer.config, template, tools=tools is not None)
         if found is None:
             raise MosaicError(
-                f"no chat template in {tokenizer.folder}: send plain text instead (--raw)", "ENOENT"
+                f"no chat template in {shown_path(tokenizer.folder)}: send plain text instead (--raw)",
+                "ENOENT",
             )
         source = found
     given = {

@@ -19,6 +19,7 @@ from typing import Any
 import mosaic_c
 from mosaic_c import names
 from mosaic_c.errors import MosaicError, UsageError
+from mosaic_c.jsonfile import shown_path
 
 COMMANDS = (
     "generate",
@@ -32,7 +33,8 @@ COMMANDS = (
     "verify",
     "doctor",
 )
-PATHS = ("model", "path", "config", "src", "dst", "trace", "routing", "compare", "plot", "source")
+PATHS = ("model", "path", "config", "src", "dst", "trace", "routing", "compare", "plot", "source", "text",
+         "folder")  # fmt: skip
 # the argument of a command that is a model's folder or name, beside --model
 MODELS = {"inspect": "path", "doctor": "path", "convert": "src", "plan": "config"}
 
@@ -79,7 +81,7 @@ def _main(argv: Sequence[str] | None) -> int:
         _forget(sys.stdout)
         return 1
     except OSError as error:
-        what = f"{error.filename}: " if error.filename else ""
+        what = "" if error.filename is None else f"{shown_path(error.filename)}: "
         print(f"mosaic_c{command}: {what}{error.strerror or error}", file=sys.stderr)
         _forget(sys.stdout)
         return 1

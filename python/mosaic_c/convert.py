@@ -144,7 +144,7 @@ def convert(
                 resumed, sha256 = job.run(progress)
             except OSError as error:
                 raise MosaicError(
-                    f"cannot write the pack: {error.filename or shown_path(out)}: {reason(error)}",
+                    f"cannot write the pack: {shown_path(error.filename or out)}: {reason(error)}",
                     "EIO",
                 ) from None
         if verify:
@@ -321,13 +321,19 @@ class _Job:
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                # of the file that has this name: one that was finished meanwhile has removed it
+                held = os.path.samestat(os.fstat(fd), os.lstat(self.partial / JOURNAL))
+            except (BlockingIOError, FileNotFoundError):
+                held = False
+            if not held:
                 raise UsageError(
                     f"{shown_path(self.partial)}: another convert is writing it", "EBUSY"
-                ) from None
-            if (
-                not self.folder.is_dir()
-            ):  # none yet, or the pack it was about is finished and renamed
+                )
+            if os.path.lexists(self.dst):  # before the work, and what was begun here goes
+                if not self.folder.is_dir():
+                    self._remove_partial()
+                raise UsageError(f"{shown_path(self.dst)} exists already, since just now", "EEXIST")
+            if not self.folder.is_dir():  # none yet, or the pack it was about is there, renamed
                 os.ftruncate(fd, 0)
                 self.folder.mkdir()
             yield fd
@@ -358,7 +364,7 @@ class _Job:
                     crc = np.frombuffer(bytes.fromhex(line["crc32c"]), ">u4")
                     self.pack.layers[line["layer"]].crc[:] = crc
                     done.add(line["layer"])
-        except (ValueError, TypeError, LookupError):  # not written by us
+        except (ValueError, TypeError, LookupError, RecursionError):  # not written by us
             ours = False
         if not ours:
             raise UsageError(
@@ -447,13 +453,17 @@ class _Job:
             Checkpoint.open(self.folder).locate()
         except MosaicError as error:
             raise MosaicError(
-                f"{error}; remove {shown_path(self.partial)} and convert again", error.code
+                f"damaged since an earlier run: remove {shown_path(self.partial)} and convert again ({error})",
+                error.code,
             ) from None
         _sync(self.folder)
         if os.path.lexists(self.dst):  # rename would replace an empty folder
             raise UsageError(f"{shown_path(self.dst)} exists already, since just now", "EEXIST")
         os.rename(self.folder, self.dst)
         _sync(self.dst.parent)
+        self._remove_partial()
+
+    def _remove_partial(self) -> None:
         with suppress(OSError):
             (self.partial / JOURNAL).unlink()
             self.partial.rmdir()

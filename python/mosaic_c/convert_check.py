@@ -50,9 +50,14 @@ def compare(
         raise UsageError(f"{where}: expected experts in {experts}, got {pack.format}")
     if dense is not None and pack.dense_format != DENSE[dense].name:
         raise UsageError(f"{where}: expected dense matrices in {dense}, got {pack.dense_format}")
-    _dense(source, checkpoint, bar)
-    for number, layer in enumerate(pack.layers):
-        _layer(source, path, pack, number, layer, threads, bar)
+    try:
+        _dense(source, checkpoint, bar)
+        for number, layer in enumerate(pack.layers):
+            _layer(source, path, pack, number, layer, threads, bar)
+    except MosaicError as error:
+        if error.code != "EFORMAT":
+            raise
+        raise MosaicError(f"{error}; remove {where} and convert again", "EFORMAT") from None
     return sum(x.count for x in pack.layers)
 
 

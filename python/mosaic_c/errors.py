@@ -7,13 +7,17 @@ is a bug.
 
 from __future__ import annotations
 
+import re
+
 
 class MosaicError(Exception):
     """A failure with a one-line message and a code such as "EINVAL", "ENOENT" or "EFORMAT"."""
 
     def __init__(self, message: str, code: str = "EFAIL") -> None:
-        # A message may quote a file or a template; it must still print as one line.
-        super().__init__(" ".join(message.split()))
+        # A message may quote a file, a template or a library; it must still print as one line, and as text: what a
+        # terminal would obey, or UTF-8 cannot hold, is shown as its escape. Spaces stay: they may be of a file's name.
+        line = re.sub(r"\s*[^\S ]\s*", " ", message).strip()
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
         self.code = code
 
     @property

@@ -155,7 +155,11 @@ def parse(data: bytes, where: str, hook: Callable[[Pairs], Any] | None = None) -
     except RecursionError:
         raise MosaicError(f"{where} is nested too deeply", code="EFORMAT") from None
     except ValueError as e:
-        detail = f"{e.msg} at character {e.pos}" if isinstance(e, json.JSONDecodeError) else str(e)
+        detail = (
+            f"{e.msg.removesuffix(' at')} at character {e.pos}"
+            if isinstance(e, json.JSONDecodeError)
+            else str(e)
+        )
         raise MosaicError(f"{where} is not JSON: {detail}", code="EFORMAT") from None
     if not isinstance(value, dict):
         raise MosaicError(f"{where} must be a JSON object, got {_kind(value)}", code="EFORMAT")

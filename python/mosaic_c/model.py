@@ -24,7 +24,7 @@ from mosaic_c.budget import MemoryPlan
 from mosaic_c.checkpoint import Checkpoint
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.guard import Guard, Watch
-from mosaic_c.jsonfile import path_text
+from mosaic_c.jsonfile import path_text, shown_path
 from mosaic_c.plan import Attention, ModelPlan, Weight
 from mosaic_c.routing import checked
 from mosaic_c.session import Progress, Session, WithProgress, pairs, token_ids
@@ -452,7 +452,7 @@ class Model:
         """
         if [_identity(path) for path in self.files] != self._identities:
             raise MosaicError(
-                f"{self.folder}: the weights on disk changed since the model was opened; open it again",
+                f"{shown_path(self.folder)}: the weights on disk changed since the model was opened; open it again",
                 "ESTALE",
             )
         if self._fingerprint is None:

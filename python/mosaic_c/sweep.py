@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mosaic_c.errors import MosaicError, UsageError
+from mosaic_c.jsonfile import shown_path
 from mosaic_c.modes import PER_LAYER
 
 SLOTS = (2, 4, 8, 16, 32, 64)  # per layer, as far as the model has experts
@@ -73,7 +74,7 @@ def look(one: Series) -> Shape:
     plan = checkpoint.locate().plan
     moe = plan.moe_layers
     if not moe:
-        raise UsageError(f"{one.model}: the model has no routed experts")
+        raise UsageError(f"{shown_path(one.model)}: the model has no routed experts")
     tokens = None if one.routing is None else len(Routing(one.routing, plan))
     return Shape(
         len(moe),

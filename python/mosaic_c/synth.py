@@ -25,6 +25,7 @@ from mosaic_c import pack as packs
 from mosaic_c import synth_pack
 from mosaic_c import synth_shapes as shapes
 from mosaic_c.errors import MosaicError, UsageError
+from mosaic_c.jsonfile import shown_path
 from mosaic_c.limits import format_size
 from mosaic_c.synth_shapes import LABEL, SHAPES, Shape, Tensor
 from mosaic_c.synth_stream import writing
@@ -82,7 +83,9 @@ def write(
             f"unknown expert format {records!r}: expected one of {', '.join(shapes.RECORDS)}"
         )
     if os.path.lexists(dst):
-        raise UsageError(f"{dst} exists already: remove it or choose another folder", "EEXIST")
+        raise UsageError(
+            f"{shown_path(dst)} exists already: remove it or choose another folder", "EEXIST"
+        )
     tensors = list(shapes.tensors(spec, dtype, uniform, seed, records))
     shards = _shards(spec, dtype, tensors, shard_bytes)
     total = dense = sum(_bytes(t) for _, members in shards for _, t in members)
@@ -162,7 +165,7 @@ def _spec(shape: str, layers: int | None, experts: int | None, dtype: str, seed:
 
 def _failed(error: OSError, dst: Path) -> MosaicError:
     where = error.filename or dst
-    return MosaicError(f"cannot write the checkpoint: {where}: {error.strerror}", "EIO")
+    return MosaicError(f"cannot write the checkpoint: {shown_path(where)}: {error.strerror}", "EIO")
 
 
 def _check_disk(folder: Path, need: int) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import MosaicError, UsageError
+from .jsonfile import show, shown_path
 
 REPLACEMENT = "\ufffd"
 _NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
@@ -52,9 +53,11 @@ class Tokenizer:
             declared = {
                 int(i): AddedToken(**t) for i, t in config.get("added_tokens_decoder", {}).items()
             }
-        except (AttributeError, TypeError, ValueError) as e:
+        except (AttributeError, TypeError, ValueError):
             raise MosaicError(
-                f"{self.folder}/tokenizer_config.json: added_tokens_decoder: {e}", "EFORMAT"
+                f"{shown_path(self.folder / 'tokenizer_config.json')}: added_tokens_decoder: expected token ids, "
+                f"each with the fields of an AddedToken, got {show(config['added_tokens_decoder'])}",
+                "EFORMAT",
             ) from None
         for _, token in sorted(declared.items()):
             if repr(token) not in known:
@@ -350,7 +353,7 @@ def _load(path: Path) -> Any:
 
     if not path.is_file():
         raise MosaicError(
-            f"no tokenizer.json in {path.parent}: text needs one (token ids work "
+            f"no tokenizer.json in {shown_path(path.parent)}: text needs one (token ids work "
             "without it); copy it from the model's repository",
             "ENOENT",
         )
@@ -362,7 +365,7 @@ def _load(path: Path) -> Any:
         BaseException
     ) as e:  # a panic in the library is a BaseException and must not take the process down
         raise MosaicError(
-            f"{path}: not a tokenizer the tokenizers library reads: {e}", "EFORMAT"
+            f"{shown_path(path)}: not a tokenizer the tokenizers library reads: {e}", "EFORMAT"
         ) from None
     # A file may ask for padding or for cutting long text; a prompt must be neither.
     tok.no_truncation()

@@ -21,6 +21,7 @@ from typing import TextIO
 import numpy as np
 
 from mosaic_c.errors import MosaicError, UsageError
+from mosaic_c.jsonfile import shown_path
 
 PHASES = ("prefill", "decode")
 COLUMNS = "phase,step,layer,experts"
@@ -89,7 +90,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     except UnicodeDecodeError as error:
         raise MosaicError(f"{os.fspath(path)}: not UTF-8 text: {error}", "EFORMAT") from None
     except OSError as error:
-        raise MosaicError(f"{os.fspath(path)}: cannot read: {error.strerror}", "EIO") from None
+        raise MosaicError(f"{shown_path(path)}: cannot read: {error.strerror}", "EIO") from None
 
 
 class _Reader:

@@ -9,6 +9,8 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from mosaic_c.jsonfile import shown_path
+
 if TYPE_CHECKING:
     from mosaic_c.bench_quality import Report, Run
 
@@ -88,9 +90,9 @@ def run(args: argparse.Namespace) -> int:
 
 def heading(r: Report) -> str:
     scored = sum(x.scored for x in r.texts)
-    texts = ", ".join(f"{x.name} {x.tokens}" for x in r.texts)
+    texts = ", ".join(f"{shown_path(x.name)} {x.tokens}" for x in r.texts)
     lines = [
-        f"{r.model}{' (synthetic weights: what follows says nothing about text)' if r.synthetic else ''}",
+        f"{shown_path(r.model)}{' (synthetic weights: what follows says nothing about text)' if r.synthetic else ''}",
         f"{len(r.windows)} windows of at most {r.window} tokens, {scored} predicted; tokens: {texts}",
         f"{'experts':10} {'dense':10} {'experts MB':>10} {'dense MB':>9} {'perplexity':>18} "
         f"{'change %':>15} {'KL, 1/1000 nat':>17} {'same first %':>14}",
@@ -131,8 +133,9 @@ def tables(r: Report) -> list[str]:
     lines = []
     if len(r.texts) > 1 and len(r.runs) > 1:
         lines += ["", "KL by text, 1/1000 nat"]
-        widths = [max(len(x.name), 8) for x in r.texts]
-        names = "".join(f" {x.name:>{w}}" for x, w in zip(r.texts, widths, strict=True))
+        shown_names = [shown_path(x.name) for x in r.texts]
+        widths = [max(len(x), 8) for x in shown_names]
+        names = "".join(f" {x:>{w}}" for x, w in zip(shown_names, widths, strict=True))
         lines.append(f"{'experts':10} {'dense':10}{names}")
         for x in r.runs[1:]:
             values = []

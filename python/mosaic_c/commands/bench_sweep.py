@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from mosaic_c.commands.options import add_source_option, check_source, numbers
+from mosaic_c.jsonfile import shown_path
 from mosaic_c.modes import IO_MODES, MODEL_POLICIES
 
 
@@ -124,8 +125,9 @@ def run(args: argparse.Namespace) -> int:
 
 def heading(many: list[Any], shapes: list[Any], rows: list[dict[str, Any]], tokens: int) -> str:
     lines = [
-        f"{one.name}: {one.model}{' (synthetic weights)' if shape.synthetic else ''}, {shape.layers} layers x "
-        f"{shape.experts} experts, top-{shape.top_k}, routing {one.routing or 'of its own'}"
+        f"{shown_path(one.name)}: {shown_path(one.model)}"
+        f"{' (synthetic weights)' if shape.synthetic else ''}, {shape.layers} layers x "
+        f"{shape.experts} experts, top-{shape.top_k}, routing {shown_path(one.routing or 'of its own')}"
         for one, shape in zip(many, shapes, strict=True)
     ]
     r = rows[0]
@@ -134,7 +136,7 @@ def heading(many: list[Any], shapes: list[Any], rows: list[dict[str, Any]], toke
         f"({r['files_direct']} of {r['files_direct'] + r['files_pread']} files direct), {r['threads']} threads"
     )
     lines += [
-        f"RSS before any expert is touched: {row['rss_before'] / 1e6:.1f} MB ({one.name})"
+        f"RSS before any expert is touched: {row['rss_before'] / 1e6:.1f} MB ({shown_path(one.name)})"
         + (
             "; io auto has tried reads into a few slots, other modes do not"
             if row["io_tried"]
@@ -143,7 +145,7 @@ def heading(many: list[Any], shapes: list[Any], rows: list[dict[str, Any]], toke
         for one, row in zip(many, rows, strict=True)
     ]
     if len(many) > 1:
-        lines.append(" " * 5 + "".join(f" | {one.name[:48]:^48}" for one in many))
+        lines.append(" " * 5 + "".join(f" | {shown_path(one.name)[:48]:^48}" for one in many))
     columns = f"{'cache MB':>8} {'hits':>7} {'hit %':>6} {'MB/token':>8} {'RSS MB':>7} {'tok/s':>7}"
     lines.append("slots" + f" | {columns}" * len(many))
     return "\n".join(lines)

@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import asdict
 
+from mosaic_c.jsonfile import shown_path
 from mosaic_c.limits import format_size
 
 EXPERTS = ("int4-g64", "int4-g32", "int4-row", "mxfp4", "fp8", "bf16")
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         partial = f"{os.path.abspath(args.dst)}.partial"
         if os.path.isdir(partial):
             print(
-                f"{partial} keeps what is done: the same command goes on from there",
+                f"{shown_path(partial)} keeps what is done: the same command goes on from there",
                 file=sys.stderr,
             )
         raise
@@ -60,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
     resumed = f", {format_size(s.resumed)} of them by an earlier run" if s.resumed else ""
     written = f"{format_size(s.bytes)}{resumed}, {s.seconds:.1f} s" if s.written else "as it was"
     print(
-        f"{s.path}: {s.layers} layers x {s.experts // s.layers} experts in {s.format}, dense matrices in {s.dense}, "
-        f"{written}"
+        f"{shown_path(s.path)}: {s.layers} layers x {s.experts // s.layers} experts in {s.format}, "
+        f"dense matrices in {s.dense}, {written}"
     )
     if s.verified:
         print(

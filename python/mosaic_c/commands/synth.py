@@ -6,6 +6,7 @@ import argparse
 import json
 from dataclasses import asdict
 
+from mosaic_c.jsonfile import shown_path
 from mosaic_c.limits import format_size
 from mosaic_c.synth_shapes import RECORDS, SHAPES
 
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         form = summary.dtype + (f", experts {summary.records}" if summary.records else "")
         print(
-            f"{summary.path}: synthetic {summary.shape} ({form}), {summary.layers} layers "
+            f"{shown_path(summary.path)}: synthetic {summary.shape} ({form}), {summary.layers} layers "
             f"x {summary.experts} experts, {summary.parameters / 1e9:.3f} B parameters, "
             f"{format_size(summary.bytes)} in {summary.files} weight file(s), "
             f"{summary.seconds:.1f} s"
