@@ -92,10 +92,7 @@ def test_a_model_that_is_not_here_says_how_to_get_it(capsys):
     for name, command in (
         ("smollm2-moe", "python -m mosaic_c pull smollm2-moe"),
         ("Org/Model", "python -m mosaic_c pull Org/Model"),
-        ("demo", "demo"),
     ):
-        if name in names.EMBEDDED:
-            continue
         assert cli.main(["inspect", name]) == 1
         err = capsys.readouterr().err
         assert command in err and len(err.splitlines()) == 1

@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.jsonfile import path_text, shown_path
 
 BUILT = ("smollm2-moe",)  # what `pull` makes of a package
-DEMO = "demo"  # the model that comes with the program
-EMBEDDED: dict[
-    str, Callable[[], Path]
-] = {}  # name -> its folder; holds DEMO in a build that has it
+DEMO = "demo"  # the model in the box
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _HUB = re.compile(rf"({_PART})/({_PART})(?:@([A-Za-z0-9][A-Za-z0-9._/-]*))?")
@@ -30,19 +26,17 @@ _FILE = re.compile(r"\.(json|safetensors|gguf|bin|csv|txt)$")  # no model's name
 def find(name: str | os.PathLike[str]) -> Path:
     """The folder that a model's name or path means.
 
-    What exists is a path. Otherwise `smollm2-moe` is the model that `pull smollm2-moe` made, and ORG/NAME, or
-    ORG/NAME@REVISION, the one in the user's Hugging Face cache. Raises MosaicError ENOENT, with the command that gets
-    the model, for a name of which nothing is there; a text that is no name comes back as a path.
+    What exists is a path. Otherwise `demo` is the model in the box, `smollm2-moe` the one that `pull smollm2-moe`
+    made, and ORG/NAME, or ORG/NAME@REVISION, the one in the user's Hugging Face cache. Raises MosaicError ENOENT, with
+    the command that gets the model, for a name of which nothing is there; a text that is no name comes back as a path.
     """
     text = path_text(name)
     if not text:
         raise UsageError("model: expected a folder or a name, got ''")
     if not isinstance(name, str) or os.path.lexists(text):
         return Path(text)
-    if text in EMBEDDED:
-        return EMBEDDED[text]()
     if text == DEMO:
-        raise MosaicError(f"{DEMO}: this build has no embedded model; name another", "ENOENT")
+        return demo_folder()
     if text in BUILT:
         folder = built_folder(text)
         if folder.is_dir():
@@ -63,6 +57,11 @@ def find(name: str | os.PathLike[str]) -> Path:
         f"python -m mosaic_c pull {organisation}/{model}{chosen}",
         "ENOENT",
     )
+
+
+def demo_folder() -> Path:
+    """The folder of the model in the box: a checkpoint like any other, shipped with the package."""
+    return Path(__file__).parent / "demo"
 
 
 def hub_name(text: str) -> tuple[str, str, str] | None:

@@ -176,7 +176,7 @@ SYSTEM = (
     "You are a helpful assistant.",
     "You are a storyteller.",
     "Answer in plain words.",
-    "You are a friendly teacher.",
+    "You are a friendly helper.",
 )
 
 
@@ -234,8 +234,9 @@ def draft(rng: Rng) -> str:
 
 def document(rng: Rng, kind: Callable[[Rng], str] = draft) -> str:
     """A document without held-out pairs."""
-    while not clean(text := kind(rng)):
-        pass
-    if text.startswith(START) and rng.random() < 0.06:
-        text = turn("system", rng.choice(SYSTEM)) + text
-    return text
+    while True:
+        text = kind(rng)
+        if text.startswith(START) and rng.random() < 0.06:
+            text = turn("system", rng.choice(SYSTEM)) + text
+        if clean(text):
+            return text

@@ -4,10 +4,10 @@
 
 - Questions are about pairs of words that no training document holds (words.py), read from a passage or a story. An
   answer is right when it has the value asked for and no other word of its kind.
-- Stories are asked for with a hero and a thing that were never seen together. A sentence is grammatical when the
-  grammar could have written it: with its words of the small world replaced by their kinds it is one of the forms that
-  many drawn stories have. A story is on topic when hero and thing are in at least three and two of its sentences and
-  no other thing is in it.
+- Stories are asked for with a hero and a thing that were never seen together, or were. A sentence is grammatical when
+  the grammar could have written it: with its words of the small world replaced by their kinds it is one of the forms
+  that many drawn stories have. A story is on topic when hero and thing are in at least three and two of its sentences
+  and no other thing is in it.
 - --audit looks for held-out pairs in the rows of that many steps of training: there must be none.
 """
 
@@ -42,6 +42,8 @@ from words import clean as is_clean
 
 import mosaic_c
 
+# A system message of early training documents was "You are a friendly teacher.", above texts with any names.
+HEARD = "teacher"
 KINDS = ("place", "food", "object", "pet", "job", "colour")  # of held-out attributes
 
 
@@ -70,7 +72,12 @@ def questions(count: int, seed: str, unseen: bool) -> list[tuple[str, world.Fact
             continue
         for fact in t.facts:
             kind = CLASS.get(fact.value, "")
-            if quota[kind, told] > 0 and fact.pair[1] == fact.value and held(*fact.pair) == unseen:
+            if (
+                quota[kind, told] > 0
+                and fact.value != HEARD
+                and fact.pair[1] == fact.value
+                and held(*fact.pair) == unseen
+            ):
                 quota[kind, told] -= 1
                 out.append((chat(documents.read(text, rng.choice(fact.asks), rng)), fact, kind))
                 break
@@ -136,9 +143,9 @@ def measure_questions(model: mosaic_c.Model, count: int, unseen: bool) -> dict:
     }  # fmt: skip
 
 
-def measure_stories(model: mosaic_c.Model, count: int, seed: int | None) -> dict:
+def measure_stories(model: mosaic_c.Model, count: int, seed: int | None, unseen: bool) -> dict:
     rng, forms = random.Random("stories"), known_forms()
-    pairs = held_pairs("name", "object")
+    pairs = [(a, b) for a in CLASSES["name"] for b in CLASSES["object"] if held(a, b) == unseen]
     total = good = topical = ended = 0
     odd, samples, lengths = [], [], []
     for i in range(count):
@@ -186,7 +193,7 @@ def perplexity(model: mosaic_c.Model, texts: list[str], window: int = 384) -> di
 def audit(model: mosaic_c.Model, steps: int) -> dict:
     """Looks for held-out pairs in the rows that the first steps of training read, by a search of its own."""
     packer = Packer(Tokenizer.from_file(str(model.folder / "tokenizer.json")), **ROWS)
-    pairs = [pair for kinds in HELD_CLASSES for pair in held_pairs(*kinds)]
+    pairs = [pair for kinds in HELD_CLASSES for pair in held_pairs(*kinds) if HEARD not in pair]
     documents = found = 0
     for step in range(steps):
         for worker in range(WORKERS):
@@ -213,8 +220,11 @@ def main() -> None:
     with mosaic_c.open(args.folder, ram="400M") as model:
         result["unseen pairs"] = measure_questions(model, args.questions, unseen=True)
         result["seen pairs"] = measure_questions(model, args.questions // 4, unseen=False)
-        result["stories, greedy"] = measure_stories(model, args.stories, None)
-        result["stories, temperature 0.8"] = measure_stories(model, args.stories, 1)
+        result["stories, unseen pairs"] = measure_stories(model, args.stories, None, True)
+        result["stories, seen pairs"] = measure_stories(model, args.stories, None, False)
+        result["stories, unseen pairs, temperature 0.8"] = measure_stories(
+            model, args.stories, 1, True
+        )
         rng = random.Random("held-out stories")
         result["prose"] = perplexity(model, chapters()[1])
         result["documents"] = perplexity(model, [documents.document(rng) for _ in range(300)])

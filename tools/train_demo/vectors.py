@@ -9,7 +9,6 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import documents
@@ -27,19 +26,14 @@ ASKS = (
 QUESTIONS = 60
 
 
-def held_out(kind: Callable[[random.Random], str], size: int) -> str:
-    """Documents with pairs of words that training never saw together, some `size` characters of them."""
-    rng, texts = random.Random("held-out text"), []
+def held_out_stories(size: int) -> str:
+    """Stories with pairs of words that training never saw together, some `size` characters of them."""
+    rng, texts = random.Random("held-out stories"), []
     while sum(map(len, texts)) < size:
-        if not clean(text := kind(rng)):
-            texts.append(text)
+        text = str(documents.story(rng)[0])
+        if not clean(text):
+            texts.append(text + "\n")
     return "\n".join(texts)
-
-
-def reading(rng: random.Random) -> str:
-    while "Read this" not in (text := documents.draft(rng)):
-        pass
-    return text
 
 
 def main() -> None:
@@ -69,9 +63,7 @@ def main() -> None:
     result["first command"] = subprocess.run(
         command, capture_output=True, check=True, text=True
     ).stdout
-    stories = held_out(lambda rng: str(documents.story(rng)[0]) + "\n", 12_000)
-    (Path(texts_folder) / "stories.txt").write_text(stories)
-    (Path(texts_folder) / "questions.txt").write_text(held_out(reading, 12_000))
+    (Path(texts_folder) / "stories.txt").write_text(held_out_stories(12_000))
     Path(out).write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -16,7 +16,7 @@ from mosaic_c.commands.options import add_model_options, model_options
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.jsonfile import check_writable
 from mosaic_c.limits import format_size
-from mosaic_c.names import cache_folder
+from mosaic_c.names import DEMO, demo_folder
 
 MAX_PROMPT = 8 << 20  # bytes read from stdin; the longest context is some 4 MB of text
 
@@ -30,7 +30,7 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
     )
     p = parser.add_argument
     p("prompt", nargs="?", metavar="PROMPT", help="the text; - or nothing: read from stdin")
-    add_model_options(parser)
+    add_model_options(parser, default=DEMO)
     p("-n", "--max-new-tokens", type=int, metavar="N", help="tokens to generate (default: until a stop token "
       "or the end of the context)")  # fmt: skip
     sampled = " (default: generation_config.json)"
@@ -82,7 +82,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("the prompt is empty: expected at least one character")
     if args.trace is not None:
         check_writable(args.trace)
-    folder = Path(args.model) if args.model is not None else default_model()
+    folder = Path(args.model) if args.model is not None else demo_folder()
+    if args.model is None and not args.quiet:
+        _say("no --model: the small one that comes with mosaic_c tells stories")
     tokenizer = None
     if (
         folder / "tokenizer.json"
@@ -179,29 +181,6 @@ def _generate(args: argparse.Namespace, model: Any, ids: Sequence[int]) -> int:
     if status:
         _say("interrupted")
     return status
-
-
-def default_model() -> Path:
-    """The model for a run that names none: a tiny synthetic one, made once."""
-    from mosaic_c import synth
-
-    folder = cache_folder() / "synthetic-tiny-1"
-    if not (folder / "config.json").is_file():
-        try:
-            synth.write(folder, "tiny", progress=False)
-        except MosaicError as error:
-            if (folder / "config.json").is_file():  # another process was faster
-                pass
-            elif folder.exists():
-                raise MosaicError(
-                    f"{folder}: an incomplete default model; remove this folder", "EFORMAT"
-                ) from error
-            else:
-                raise
-    _say(
-        f"no --model: using {folder}, a tiny synthetic model with random weights; its text is noise"
-    )
-    return folder
 
 
 def _read_prompt(prompt: str | None) -> str:

@@ -9,11 +9,13 @@ from mosaic_c.errors import UsageError
 from mosaic_c.modes import IO_MODES, MODEL_POLICIES
 
 
-def add_model_options(parser: argparse.ArgumentParser, required: bool = False) -> None:
-    """--model and everything that says how it runs, with defaults in the help text."""
+def add_model_options(
+    parser: argparse.ArgumentParser, required: bool = False, default: str = ""
+) -> None:
+    """--model and everything that says how it runs, with defaults in the help; default: what stands for no --model."""
     p = parser.add_argument
     p("--model", "-m", metavar="MODEL", required=required, help="folder of a Hugging Face checkpoint, or the "
-      "name of a pulled model: smollm2-moe, ORG/NAME")  # fmt: skip
+      "name of a model: demo, smollm2-moe, ORG/NAME" + (f" (default: {default})" if default else ""))  # fmt: skip
     p("--ram", metavar="SIZE", help="bound of the whole process, such as 6G (default: what the system has "
       "available or the control group allows, less a quarter)")  # fmt: skip
     p("--ctx", type=int, metavar="N", help="tokens of context (default: the model's limit, at most 32768, "
