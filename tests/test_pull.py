@@ -212,6 +212,7 @@ def test_the_shipped_recipe_fits_the_model_and_git():
     recipe = smollm2_moe.Recipe.load(smollm2_moe.RECIPE)
     assert smollm2_moe.RECIPE.stat().st_size < 1 << 20
     assert recipe.labels.shape == (30, 1536) and recipe.router.shape[::2] == (30, 576)
+    assert recipe.norms is not None and recipe.norms.shape == (61, 576)  # what was distilled
     assert recipe.top_k < recipe.experts and recipe.experts & (recipe.experts - 1) == 0
     for of in recipe.labels:  # all experts of a layer are equally large, and so are all shared ones
         assert [(of == e).sum() for e in range(recipe.experts)] == [recipe.width] * recipe.experts

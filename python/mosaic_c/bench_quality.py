@@ -83,7 +83,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Report:
-    """runs[0] is the model as it is. notes: variants that cannot be made, and why."""
+    """runs[0] is the model as it is. notes: variants that cannot be made or whose logits are
+    not finite, and why."""
 
     model: str
     synthetic: bool

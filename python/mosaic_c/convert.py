@@ -10,6 +10,7 @@ Records have fixed places and depend on the source alone, so the bytes do not sh
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -143,10 +144,9 @@ def convert(
             try:
                 resumed, sha256 = job.run(progress)
             except OSError as error:
-                raise MosaicError(
-                    f"cannot write the pack: {shown_path(error.filename or out)}: {reason(error)}",
-                    "EIO",
-                ) from None
+                what = f"{shown_path(error.filename or out)}: {reason(error)}"
+                code = "ENOSPC" if error.errno == errno.ENOSPC else "EIO"
+                raise MosaicError(f"cannot write the pack: {what}", code) from None
         if verify:
             with _bar("verify", source.hashed_bytes, progress) as bar:
                 verified = compare(source, out, sha256, (experts, dense), threads, bar)

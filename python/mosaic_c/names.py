@@ -15,7 +15,9 @@ from pathlib import Path
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.jsonfile import path_text, shown_path
 
-BUILT = ("smollm2-moe",)  # what `pull` makes of a package
+BUILT = {
+    "smollm2-moe": "mosaic_c.smollm2_moe"
+}  # what `pull` makes of a package: name -> module with its pull()
 DEMO = "demo"  # the model in the box
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"

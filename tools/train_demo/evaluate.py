@@ -42,7 +42,8 @@ from words import clean as is_clean
 
 import mosaic_c
 
-# A system message of early training documents was "You are a friendly teacher.", above texts with any names.
+# Remove when the model is trained anew: a system message of its early training documents was "You are a friendly
+# teacher.", above texts with any names.
 HEARD = "teacher"
 KINDS = ("place", "food", "object", "pet", "job", "colour")  # of held-out attributes
 

@@ -61,6 +61,8 @@ def work(worker: int, args: argparse.Namespace, port: int) -> None:
         state = torch.load(run / "state.pt")
         net.load_state_dict(state["net"])
         adam.load_state_dict(state["adam"])
+        for group, peak in zip(adam.param_groups, (args.lr, 2 * args.lr), strict=True):
+            group["peak"] = peak  # what is asked for now, not what the state was saved with
         step = state["step"]
     started, seen = time.time(), 0
     while step < args.steps:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import documents
-from evaluate import answer, chat, questions
+from evaluate import answer, chat, questions, right
 from words import clean
 
 import mosaic_c
@@ -44,8 +44,9 @@ def main() -> None:
         result = {
             "texts": [{"prompt": t, "text": answer(model, t, 400, strip=False)[0]} for t in texts],
             "questions": [
-                [prompt, fact.value, answer(model, prompt, 24, strip=False)[0]]
-                for prompt, fact, _ in asked
+                {"prompt": prompt, "text": text, "right": right(text, fact, kind)}
+                for prompt, fact, kind in asked
+                for text in [answer(model, prompt, 24, strip=False)[0]]
             ],
         }
     command = [

@@ -27,14 +27,15 @@ def add_parser(which: argparse._SubParsersAction) -> None:
     add(
         "--model",
         "-m",
-        metavar="DIR",
+        metavar="MODEL",
         required=True,
-        help="folder of a Hugging Face checkpoint, not a pack",
+        help="folder of a Hugging Face checkpoint or a model's name; not a pack",
     )
     add("--text", metavar="FILE", action="append", default=[], help="a UTF-8 text in place of the shipped slices; may "
         "be repeated")  # fmt: skip
     add("--variant", metavar="EXPERTS+DENSE", action="append", help="formats as convert has them: int4-g64 (dense "
-        "unchanged), +int8 (experts unchanged), int4-g64+int8; may be repeated (default: twelve)")  # fmt: skip
+        "unchanged), +int8 (experts unchanged), int4-g64+int8; may be repeated "
+        "(default: those of docs/quality.md that change the model)")  # fmt: skip
     add("--window", type=int, metavar="N", help="tokens that are evaluated together, each predicted from "
         "those before it in its window (default: 512, or the model's limit)")  # fmt: skip
     add("--tokens", type=int, metavar="N", help="tokens of each text (default: all)")

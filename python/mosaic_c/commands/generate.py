@@ -66,7 +66,7 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
     p("--stats", action="store_true", help="statistics on stderr at the end")
     p("--json", action="store_true", help="one JSON object on stdout at the end, nothing streamed")
     p("--verbose", "-v", action="store_true", help="every effective value on stderr")
-    p("--quiet", "-q", action="store_true", help="no progress bars")
+    p("--quiet", "-q", action="store_true", help="no progress bars, no note of the default model")
     parser.set_defaults(run=run)
 
 

