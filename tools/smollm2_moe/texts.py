@@ -3,8 +3,8 @@
     python tools/smollm2_moe/texts.py --dense FOLDER --packages FOLDER --out text.npz
 
 FOLDER of --packages holds what README.md fetches, unpacked. Calibration takes permissive or public-domain text and
-conversations that the dense model (--dense, a folder of build.py) writes itself; Wikipedia and Moby Dick are for
-measuring only, and of the others measuring takes files that calibration does not see.
+conversations that the dense model (--dense, a folder of build.py) wrote itself, chats.json; Wikipedia and Moby Dick
+are for measuring only, and of the others measuring takes files that calibration does not see.
 """
 
 from __future__ import annotations
@@ -100,7 +100,10 @@ def main() -> None:
     parser.add_argument("--dense", required=True)
     parser.add_argument("--packages", required=True, type=Path)
     parser.add_argument(
-        "--chats", type=Path, default=Path("chats.json"), help="keeps the conversations"
+        "--chats",
+        type=Path,
+        default=Path(__file__).with_name("chats.json"),
+        help="conversations, ids of tokens (default: %(default)s); a file that is not there the model writes",
     )
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
