@@ -290,7 +290,7 @@ def test_what_was_begun_is_of_one_source_and_format(sources, tmp_path, monkeypat
             lambda: convert(sources["bf16"], dst, "mxfp4", progress=False),
             "cannot write",
             "No space",
-            code="EIO",
+            code="ENOSPC",
         )
     for source, name in (("fp8", "mxfp4"), ("bf16", "fp8")):
         refusal(
