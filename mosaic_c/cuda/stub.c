@@ -1,7 +1,10 @@
-/* stub.c - stands where the GPU tier will stand, in builds without it. It answers why there is
- * none, so that nobody above needs to know how this build was made. */
+/* stub.c - stands for gpu.cu in builds without CUDA, so that nobody above needs to know how this
+ * build was made. */
 #include <stddef.h>
 
-#include "../mosaic_c.h"
+#include "gpu.h"
 
-const char *mc_engine_gpu(void) { return "this build has no GPU tier"; }
+const mci_gpu_api *mci_gpu_get(const char **why) {
+    *why = "this build has no GPU tier";
+    return NULL;
+}
