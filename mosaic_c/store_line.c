@@ -72,6 +72,7 @@ bool mci_store_ahead(const mc_store *s) { return !s->active && mci_ahead_wanted(
 bool mci_store_foresee(mc_store *s, int32_t layer, int32_t expert) {
     int64_t item = (int64_t)layer * s->n_expert + expert;
     return s->slab_of[item] != NONE ||
+           (s->tier && mci_tier_holds(s->tier, layer, expert)) ||
            mci_ahead_guess(&s->ahead, &s->layers[layer], expert, item);
 }
 
@@ -202,14 +203,24 @@ int mci_store_next(mc_store *s, mci_expert_view *out, int32_t max, bool wait, mc
     return 0;
 }
 
+/* Its slab holds it for as long as nobody gives it back. */
+static void offer(mc_store *s, const entry *en) {
+    mci_mat m[3];
+    if (!s->tier) return;
+    mci_experts_mats(&s->layers[s->layer], en->expert, mci_slabs_at(&s->slabs, en->slab), false, m);
+    mci_tier_offer(s->tier, en->expert, m, en->slab);
+}
+
 void mci_store_done(mc_store *s, int32_t index) {
     if (!s->active || index < 0 || index >= s->n_line || s->line[index].state != TAKEN) return;
     s->line[index].state = DONE;
+    offer(s, &s->line[index]);
     if (!s->line[index].keep) free_slab(s, &s->line[index]);
     issue(s);
 }
 
 void mci_store_end(mc_store *s) {
+    if (s->tier) mci_tier_end(s->tier);
     if (!s->active) return;
     s->next_wait = s->n_line; /* no new reads; what no lane has begun may take long on a bad disk */
     for (mci_read *r; s->reading && (r = mci_io_withdraw(s->e->io, NULL));) arrived(s, r);
