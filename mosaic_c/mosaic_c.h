@@ -419,6 +419,17 @@ int mc_policy_replay(int32_t policy, int32_t n_layer, int32_t n_expert, int64_t 
                      const int64_t *start, const int32_t *ids, int64_t *hits, int64_t *misses,
                      int32_t *line_misses, mc_error *err);
 
+/* The same lines through the rule by which experts come into VRAM (mc_tier_opts after, window): what
+ * a line promotes serves from the layer's next line on. line_served, line_loads: NULL, or room for
+ * those of each line (n_line). MC_EINVAL: slots under 1, window not 1..32, after not 1..window. */
+typedef struct mc_hot_counts {
+    int64_t calls, served;    /* experts called; those that the GPU had */
+    int64_t loads, evictions; /* copied to VRAM; those that left it for one */
+} mc_hot_counts;
+int mc_hot_replay(int32_t n_layer, int32_t n_expert, int64_t slots, int32_t after, int32_t window,
+                  int64_t n_line, const int32_t *layer, const int64_t *start, const int32_t *ids,
+                  mc_hot_counts *out, int32_t *line_served, int32_t *line_loads, mc_error *err);
+
 /* ---- ends of handles, for a binding ---------------------------------------------------------- */
 
 /* Each frees *p and makes it NULL: a destructor that runs no code of the binding's language, where

@@ -43,6 +43,7 @@
 #include <stdlib.h>
 
 #include "forecast.h"
+#include "replay.h"
 
 enum { OUT = -1, PARKED = -2 }; /* pos of an item that is not held; held but not in the heap */
 enum { HALF_LIFE = 16 };        /* tokens */
@@ -383,30 +384,6 @@ int64_t mci_policy_resize(mci_policy *p, int64_t slots, int64_t *out) {
 
 /* ---- replay ---- */
 
-static int check_trace(int32_t n_layer, int32_t n_expert, int64_t n_line, const int32_t *layer,
-                       const int64_t *start, const int32_t *ids, int64_t *seen, mc_error *err) {
-    /* all bounds before the first id is read */
-    for (int64_t i = 0; i < n_line; i++) {
-        if (layer[i] < 0 || layer[i] >= n_layer)
-            return mci_fail(err, MC_ERANGE, 0, "trace line %lld: layer %d of %d", (long long)i,
-                            layer[i], n_layer);
-        if (start[i] < 0 || start[i + 1] < start[i])
-            return mci_fail(err, MC_EINVAL, 0, "trace line %lld: starts at %lld, ends at %lld",
-                            (long long)i, (long long)start[i], (long long)start[i + 1]);
-    }
-    for (int64_t i = 0; i < n_line; i++)
-        for (int64_t j = start[i]; j < start[i + 1]; j++) {
-            if (ids[j] < 0 || ids[j] >= n_expert)
-                return mci_fail(err, MC_ERANGE, 0, "trace line %lld: expert %d of %d", (long long)i,
-                                ids[j], n_expert);
-            if (seen[ids[j]] == i + 1)
-                return mci_fail(err, MC_EINVAL, 0, "trace line %lld: expert %d comes twice",
-                                (long long)i, ids[j]);
-            seen[ids[j]] = i + 1;
-        }
-    return MC_OK;
-}
-
 /* next[j - start[0]]: the next line that uses the expert of ids[j]. upcoming: one per item. */
 static void look_ahead(int32_t n_expert, int64_t n_line, const int32_t *layer, const int64_t *start,
                        const int32_t *ids, int64_t *upcoming, int64_t *next) {
@@ -423,19 +400,14 @@ int mc_policy_replay(int32_t policy, int32_t n_layer, int32_t n_expert, int64_t 
                      const int64_t *start, const int32_t *ids, int64_t *hits, int64_t *misses,
                      int32_t *line_misses, mc_error *err) {
     mci_policy *p;
-    int64_t *seen = NULL, *upcoming = NULL, *next = NULL, count = 0;
+    int64_t *upcoming = NULL, *next = NULL, count = 0;
     mci_touch *touch = NULL;
     int rc = mci_policy_create(NULL, policy, n_layer, n_expert, slots, &p, err);
     if (rc < 0) return rc;
     *hits = *misses = 0;
-    seen = calloc((size_t)n_expert, sizeof *seen);
     touch = malloc((size_t)n_expert * sizeof *touch);
-    if (!seen || !touch) goto nomem;
-    if (n_line < 0) {
-        rc = mci_fail(err, MC_EINVAL, 0, "trace: %lld lines", (long long)n_line);
-        goto done;
-    }
-    rc = check_trace(n_layer, n_expert, n_line, layer, start, ids, seen, err);
+    if (!touch) goto nomem;
+    rc = mci_check_trace(n_layer, n_expert, n_line, layer, start, ids, err);
     if (rc < 0 || n_line == 0) goto done;
     count = start[n_line] - start[0];
     if (policy == MC_POLICY_BELADY && count) {
@@ -459,7 +431,6 @@ int mc_policy_replay(int32_t policy, int32_t n_layer, int32_t n_expert, int64_t 
 nomem:
     rc = mci_fail(err, MC_ENOMEM, 0, "trace replay: out of memory");
 done:
-    free(seen);
     free(touch);
     free(upcoming);
     free(next);

@@ -73,6 +73,35 @@ def policy_replay(
     return out[0], out[1]
 
 
+def hot_replay(
+    n_layer: int,
+    n_expert: int,
+    slots: int,
+    after: int,
+    window: int,
+    layer: np.ndarray,
+    start: np.ndarray,
+    ids: np.ndarray,
+    line_served: np.ndarray | None = None,
+    line_loads: np.ndarray | None = None,
+) -> dict[str, int]:
+    """calls, served, loads, evictions of a trace; see mc_hot_replay. layer, ids int32; start int64.
+
+    line_served, line_loads: (n_line,) int32, filled with those of each line.
+    """
+    each = (line_served, line_loads)
+    for room in each:
+        if room is not None and len(room) != len(layer):
+            raise ValueError(f"{len(layer)} lines, room for the counts of {len(room)}")
+    out = ffi.new("mc_hot_counts *")
+    call(
+        lib.mc_hot_replay, n_layer, n_expert, slots, after, window, len(layer), ints(layer),
+        ints(start, "int64_t"), ints(ids), out,
+        *(ffi.NULL if room is None else ints(room) for room in each),
+    )  # fmt: skip
+    return {key: getattr(out, key) for key in ("calls", "served", "loads", "evictions")}
+
+
 def rope_table(theta: float, dim: int, pos: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """inv_freq, cos, sin (dim / 2) float32 at a position."""
     out = np.empty((3, dim // 2), np.float32)
