@@ -113,7 +113,7 @@ static int probe(int32_t device, mc_gpu_info *out, mc_error *err) {
     size_t left = 0, total = 0;
     TRY(cudaGetDeviceProperties(&prop, device), "asking for the name");
     TRY(cudaMemGetInfo(&left, &total), "asking for free memory");
-    snprintf(out->name, sizeof out->name, "%s", prop.name);
+    snprintf(out->name, sizeof out->name, "%.79s", prop.name);
     out->free = (int64_t)left;
     out->total = (int64_t)total;
     return MC_OK;
