@@ -160,7 +160,9 @@ def architectures(nvcc: str, run: Run = run) -> list[str]:
     if not known:
         asked = run(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"])
         if asked.ok:
-            here = [int(a) * 10 + int(b) for a, b in re.findall(r"(?m)^\s*(\d+)\.(\d)\s*$", asked.out)]
+            here = [
+                int(a) * 10 + int(b) for a, b in re.findall(r"(?m)^\s*(\d+)\.(\d)\s*$", asked.out)
+            ]
     return generate(map(int, known), here)
 
 
@@ -221,7 +223,9 @@ def compile_emulated(folder: Path, env: Mapping[str, str], run: Run = run) -> Pa
 
 def literal(text: str) -> str:
     """A C string of a text: plain ASCII of a line, at most 160 of it."""
-    plain = "".join(c if " " <= c <= "~" and c not in '"\\' else "'" if c == '"' else "?" for c in text)
+    plain = "".join(
+        c if " " <= c <= "~" and c not in '"\\' else "'" if c == '"' else "?" for c in text
+    )
     return f'"{plain[:160]}"'.replace("??", "? ")  # no trigraphs
 
 
@@ -229,9 +233,7 @@ def stub(why: str, warning: str = "") -> Parts:
     return Parts((STUB,), macros=(("MOSAIC_CUDA_WHY", literal(why)),), warning=warning)
 
 
-def parts(
-    env: Mapping[str, str], folder: Path, run: Run = run, system: Path = Path("/")
-) -> Parts:
+def parts(env: Mapping[str, str], folder: Path, run: Run = run, system: Path = Path("/")) -> Parts:
     """Decides, compiles and says what to link, in the folder of setup.py. folder: for the object."""
     setting = env.get("MOSAIC_CUDA", "").strip() or "auto"
     nvcc = find_nvcc(env, system) if setting in ("auto", "1") else None
