@@ -78,6 +78,11 @@ class MemoryPlan:
         return sum(item.bytes for item in self.items)
 
 
+def largest_chunk(plan: ModelPlan, ctx: int | None) -> int:
+    """The most tokens that a chunk of this model may have, whatever the budget."""
+    return min(CHUNKS[0], ctx or plan.max_positions)
+
+
 def process_bytes() -> int:
     """Resident bytes of this process now."""
     with open("/proc/self/statm", encoding="ascii") as f:

@@ -10,7 +10,7 @@ from typing import Any
 from mosaic_c import engine, engine_pure, modes, names, origin
 from mosaic_c import vram as gpu_cache
 from mosaic_c.bind import Located
-from mosaic_c.budget import CHUNKS, MB, MemoryPlan, plan_memory, require_fit
+from mosaic_c.budget import MB, MemoryPlan, largest_chunk, plan_memory, require_fit
 from mosaic_c.checkpoint import Checkpoint
 from mosaic_c.errors import UsageError
 from mosaic_c.limits import (
@@ -77,9 +77,8 @@ def plan_model(
         origin.check(checkpoint, source)
     located = checkpoint.locate()
     slab = max((engine_pure.expert_slab(a)[0] for a in located.experts), default=0)
-    chunk = min(CHUNKS[0], ctx or located.plan.max_positions)
     # before the plan: the driver's memory in this process is measured with Python's
-    offer = gpu_cache.look(located, asked, chunk, io == "mmap")
+    offer = gpu_cache.look(located, asked, largest_chunk(located.plan, ctx), io == "mmap")
     known: dict[str, Any] = {
         "budget": budget, "reason": reason, "threads": threads, "lanes": engine.io_most(io, slab), "ctx": ctx,
         "kv": kv, "policy": policy, "slots": slots, "mapped": io == "mmap",

@@ -6,16 +6,17 @@ Python's own. With vram 0 nothing of CUDA is touched.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mosaic_c import engine, engine_pure
 from mosaic_c.bind import Located
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.limits import format_size, parse_size
+from mosaic_c.modes import HOT_AFTER
+from mosaic_c.modes import HOT_WINDOW as WINDOW
 
 MIB = 1 << 20
-HOT_AFTER, WINDOW = 3, 16  # an expert called so often in so many tokens is hot
 MARGIN, SHARE = (
     512 * MIB,
     10,
@@ -149,21 +150,34 @@ def look(located: Located, asked: Wish, chunk: int, mapped: bool = False) -> Off
         return "vram 0"
     found = _look(located, asked, chunk, mapped)
     if isinstance(found, str) and asked.size is not None:
-        raise UsageError(
-            f"vram: {found}: expected 0 or none, got {format_size(asked.size)}; leave it out to run on the CPU"
-        )
+        raise refusal(asked, found)
     return found
 
 
-def _look(located: Located, asked: Wish, chunk: int, mapped: bool) -> Offer | str:
+def refusal(asked: Wish, why: str) -> UsageError:
+    assert asked.size is not None
+    return UsageError(
+        f"vram: {why}: expected 0 or none, got {format_size(asked.size)}; leave it out to run on the CPU"
+    )
+
+
+def possible(located: Located, asked: Wish) -> Offer | str:
+    """As `look`, without looking at a device: whether this build and the model have what it takes."""
     if (why := engine.gpu()) is not None:
         return why
     if not located.plan.moe_layers:
         return "the model has no routed experts"
+    return sizes(located, asked, {}, 0) or (
+        f"experts are of a format that the GPU does not multiply: it takes {FORMATS}"
+    )
+
+
+def _look(located: Located, asked: Wish, chunk: int, mapped: bool) -> Offer | str:
+    offer = possible(located, asked)
+    if isinstance(offer, str):
+        return offer
     if mapped:
         return "with --io mmap experts have no memory of their own to be copied from"
-    if sizes(located, asked, {}, 0) is None:
-        return f"experts are of a format that the GPU does not multiply: it takes {FORMATS}"
     try:
         info = engine.gpu_probe(asked.device)
     except MosaicError as error:
@@ -177,8 +191,8 @@ def _look(located: Located, asked: Wish, chunk: int, mapped: bool) -> Offer | st
             f"vram: {format_size(asked.size)} is more than is free on {what}: {format_size(free)} of "
             f"{format_size(info['total'])}; leave it out to take that less a margin of {format_size(spare)}"
         )
-    offer = sizes(located, asked, info, max(free - spare, 0) if asked.size is None else asked.size)
-    assert offer is not None
+    room = max(free - spare, 0) if asked.size is None else asked.size
+    offer = replace(offer, info=info, room=room)
     least = offer.least(chunk)
     if offer.room >= least:
         return offer
