@@ -55,7 +55,7 @@ def _driver(roots: Roots) -> str:
 def _without(why: str, driver: str) -> Finding:
     data = {"built": False, "driver": driver}
     if not driver:
-        return Finding("gpu", "note", f"{why}; no NVIDIA driver here either", data=data)
+        return Finding("gpu", "note", f"{why}; no NVIDIA driver in /proc/driver either", data=data)
     if "MOSAIC_CUDA=0" in why:
         return Finding("gpu", "note", f"{why}; NVIDIA driver {driver} is here",
                        f"to use it: MOSAIC_CUDA=1 {INSTALL}", data)  # fmt: skip
