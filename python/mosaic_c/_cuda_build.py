@@ -144,10 +144,11 @@ def generate(listed: Iterable[int], device: Iterable[int] = ()) -> list[str]:
     """nvcc's -gencode options: machine code for ARCHITECTURES as far as nvcc has them, and PTX of the newest for
     all later devices. listed: capabilities nvcc knows, nothing where it does not tell: then those of the devices here
     count, and without any nvcc's own default, which has PTX too."""
-    known = set(listed) or set(device)
-    chosen = [a for a in ARCHITECTURES if a in known] or sorted(known)[-1:]
-    if not set(listed):
-        chosen = sorted(known)
+    told = set(listed)
+    if told:
+        chosen = [a for a in ARCHITECTURES if a in told] or [max(told)]
+    else:
+        chosen = sorted(set(device))
     options = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in chosen]
     options += [f"-gencode=arch=compute_{a},code=compute_{a}" for a in chosen[-1:]]
     return options

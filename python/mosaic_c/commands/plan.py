@@ -327,9 +327,9 @@ def savings_json(s: Savings, rate: int | None) -> dict[str, Any]:
 def savings_lines(s: Savings, rate: int | None, column: str = "") -> list[str]:
     """column: which way to store the model the figures are of."""
     lines = [
-        f"{column and f'{column}: '}attention, dense linears and KV stay on the CPU, with a GPU too: in VRAM they would free "
-        f"{format_size(s.ram)} of RAM (dense {format_size(s.dense)}, KV and state {format_size(s.state)}), room for "
-        f"{s.experts:,} more experts"
+        f"{column and f'{column}: '}attention, dense linears and KV stay on the CPU, with a GPU too: in VRAM they "
+        f"would free {format_size(s.ram)} of RAM (dense {format_size(s.dense)}, KV and state {format_size(s.state)}), "
+        f"room for {s.experts:,} more experts"
     ]
     text = f"dense weights are {100 * s.share:.0f} % of the bytes that a token computes with"
     if rate is not None:
