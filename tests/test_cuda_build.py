@@ -184,9 +184,12 @@ def test_the_emulated_device_is_compiled_by_the_hosts_compiler(tmp_path):
         return build.Result(0)
 
     parts = build.parts({"MOSAIC_CUDA": "emulated", "CXX": "ccache g++"}, tmp_path, run)
-    (command,) = commands
-    assert command[:4] == ["ccache", "g++", "-x", "c++"] and "-ffp-contract=off" in command
-    assert command[command.index("-include") + 1] == build.EMULATION
+    assert [c[c.index("-c") + 1] for c in commands] == [build.SOURCE, *build.EMULATION]
+    assert all(c[:2] == ["ccache", "g++"] and "-ffp-contract=off" in c for c in commands)
+    first = commands[0]
+    assert first[first.index("-include") + 1] == build.EMULATION_HEADER
+    assert first[first.index("-x") + 1] == "c++" and "-include" not in commands[1]
+    assert parts.objects == tuple(c[-1] for c in commands) and len(set(parts.objects)) == 3
     assert parts.libraries == ("stdc++",) and not parts.sources
     with pytest.raises(build.BuildError, match="emulated: .*gpu.cu does not compile: fatal: gone"):
         build.parts(

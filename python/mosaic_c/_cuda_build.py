@@ -22,7 +22,8 @@ from pathlib import Path
 
 SOURCE = "mosaic_c/cuda/gpu.cu"
 STUB = "mosaic_c/cuda/stub.c"
-EMULATION = "tests/cuda/emulate.h"
+EMULATION_HEADER = "tests/cuda/emulate.h"
+EMULATION = ("tests/cuda/emulate.cpp", "tests/cuda/fibers.cpp")
 SETTINGS = ("auto", "1", "0", "emulated")
 # Compute capabilities with machine code of their own; each also serves later ones of its major number.
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
@@ -205,18 +206,26 @@ def compile_cuda(
     return (out, places) if linked.ok else f"its object does not link: {linked.reason}"
 
 
-def compile_emulated(folder: Path, env: Mapping[str, str], run: Run = run) -> Path:
-    """The same source for the host: tests/cuda/emulate.h stands for CUDA."""
+def compile_emulated(folder: Path, env: Mapping[str, str], run: Run = run) -> list[Path]:
+    """The same source for the host, and what tests/cuda/ has in place of CUDA."""
     folder.mkdir(parents=True, exist_ok=True)
-    out = folder / "gpu_emulated.o"
-    out.unlink(missing_ok=True)
-    made = run([
-        *shlex.split(env.get("CXX") or "c++"), "-x", "c++", "-include", EMULATION, "-O2", "-fPIC",
-        "-ffp-contract=off", "-fno-math-errno", "-D_GNU_SOURCE", "-Imosaic_c", "-c", SOURCE, "-o", str(out),
-    ])  # fmt: skip
-    if not made.ok:
-        raise BuildError(f"MOSAIC_CUDA=emulated: {SOURCE} does not compile: {made.reason}")
-    return out
+    compiler = [
+        *shlex.split(env.get("CXX") or "c++"),
+        "-O2",
+        "-fPIC",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+    ]
+    objects = []
+    for source in (SOURCE, *EMULATION):
+        objects.append(folder / f"emulated_{Path(source).stem}.o")
+        as_cuda = ["-x", "c++", "-include", EMULATION_HEADER] if source == SOURCE else []
+        made = run([
+            *compiler, *as_cuda, "-D_GNU_SOURCE", "-Imosaic_c", "-Itests/cuda", "-c", source, "-o", str(objects[-1])
+        ])  # fmt: skip
+        if not made.ok:
+            raise BuildError(f"MOSAIC_CUDA=emulated: {source} does not compile: {made.reason}")
+    return objects
 
 
 # ---- both together -------------------------------------------------------------------------------
@@ -243,8 +252,8 @@ def parts(env: Mapping[str, str], folder: Path, run: Run = run, system: Path = P
     if choice.kind == "stub":
         return stub(choice.why)
     if choice.kind == "emulated":
-        made: Path | tuple[Path, list[str]] | str = compile_emulated(folder, env, run)
-        return Parts(objects=(str(made),), libraries=("stdc++",))
+        objects = compile_emulated(folder, env, run)
+        return Parts(objects=tuple(map(str, objects)), libraries=("stdc++",))
     made = compile_cuda(choice, folder, env, run)
     if isinstance(made, str):
         why = f"nvcc failed: {made}"
