@@ -36,6 +36,19 @@ def expert_slab(experts: np.ndarray) -> tuple[int, int]:
     return n, scale[0]
 
 
+def tier_slot(experts: np.ndarray) -> int:
+    """VRAM of a slot for any expert of a layer, an (n, 3) array laid out as mc_tensor; 0: not for the GPU."""
+    pointer = ffi.cast("mc_expert *", ffi.from_buffer(experts))
+    return call(lib.mc_tier_slot, pointer, experts.shape[0])
+
+
+def tier_work(hidden: int, width: int, top_k: int, max_tok: int, slot: int) -> tuple[int, int]:
+    """(VRAM, pinned memory of this process) beside slots of `slot` bytes, for chunks of max_tok tokens."""
+    host = ffi.new("int64_t *")
+    n = call(lib.mc_tier_work, hidden, width, top_k, max_tok, slot, host)
+    return n, host[0]
+
+
 def thread_bytes(dtype: str, cols: int) -> int:
     """Memory that each compute thread takes for weights of this dtype with rows of `cols`."""
     return call(lib.mc_thread_bytes, DTYPES[dtype], cols)
