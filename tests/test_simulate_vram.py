@@ -180,14 +180,14 @@ def test_text(capsys, small):
         "on miss               4        4 MiB     0.0 %    50.0 %    +0.0  -",
         "always                4        4 MiB     0.0 %   100.0 %   +50.0  no: cut",
         "hot after 3           1        1 MiB    75.0 %    25.0 %   -25.0  no: share",
-        "with a cut of more than 70 % no rule serves more than 37.5 %, even one that knows the future; "
-        "45.0 % are needed: both bars cannot hold",
+        "with a cut of more than 70 % nothing serves more than 37.5 % by loading what was called, "
+        "even knowing the future; 45.0 % are needed: both bars cannot hold",
     ]
     out = run(capsys, small, "--vram", "1,0.5", "--warm", 2).splitlines()
     assert out[0] == "4 experts, 6 decode lines after 2 tokens"
     assert out[3].split()[:3] == ["promote", "loads", "loads/token"]
     assert out[8].endswith(
-        "serves more than 50.0 %, even one that knows the future; 45.0 % are needed"
+        "more than 50.0 % by loading what was called, even knowing the future; 45.0 % are needed"
     )
     assert out[10] == "2 slots, 50 % of all experts:"
 

@@ -53,7 +53,8 @@ def _size(part: str, text: str, experts: int) -> int:
 
 
 def most_served(lines: Trace, counted: np.ndarray, slots: int, loads: int) -> float:
-    """No rule with so many loads serves a larger share of the counted calls, even if it knows the future.
+    """No rule that loads what was called, so many times, serves a larger share of the counted calls, even
+    if it knows the future.
 
     As if a loaded expert stayed for ever: one that is loaded after its first call serves all others, and one
     that was there when counting began (none is at the start of a trace) serves them all.
@@ -142,8 +143,8 @@ def table(result: dict[str, Any], expert: int | None) -> list[str]:
     if bars(mine) != "yes":
         at_most, needed = result["most_share"], beside["gpu_share"] - POINTS
         out.append(
-            f"with a cut of more than {CUT * 100:.0f} % no rule serves more than {at_most * 100:.1f} %, even one that "
-            f"knows the future; {needed * 100:.1f} % are needed"
+            f"with a cut of more than {CUT * 100:.0f} % nothing serves more than {at_most * 100:.1f} % by "
+            f"loading what was called, even knowing the future; {needed * 100:.1f} % are needed"
             + (": both bars cannot hold" if at_most < needed else "")
         )
     return out
