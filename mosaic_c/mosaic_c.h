@@ -419,9 +419,10 @@ int mc_policy_replay(int32_t policy, int32_t n_layer, int32_t n_expert, int64_t 
                      const int64_t *start, const int32_t *ids, int64_t *hits, int64_t *misses,
                      int32_t *line_misses, mc_error *err);
 
-/* The same lines through the rule by which experts come into VRAM (mc_tier_opts after, window): what
- * a line promotes serves from the layer's next line on. line_served, line_loads: NULL, or room for
- * those of each line (n_line). MC_EINVAL: slots under 1, window not 1..32, after not 1..window. */
+/* The same lines through the rule by which experts come into VRAM (after, window: mc_tier_opts):
+ * what a line promotes serves from the layer's next line on. line_served, line_loads: NULL, or room
+ * for those of each line (n_line). MC_EINVAL: slots under 1, window not 1..32, after not
+ * 1..window. */
 typedef struct mc_hot_counts {
     int64_t calls, served;    /* experts called; those that the GPU had */
     int64_t loads, evictions; /* copied to VRAM; those that left it for one */
