@@ -120,21 +120,38 @@ static __device__ __forceinline__ uint4 mci_scales(int32_t dtype, const uint8_t 
     return v;
 }
 
+/* The words of 16 bytes one after the other, without an index that would have to be a constant. */
+static __device__ __forceinline__ void mci_next(uint4 &v) {
+    const uint32_t first = v.x;
+    v.x = v.y;
+    v.y = v.z;
+    v.z = v.w;
+    v.w = first;
+}
+
+/* acc and 4 products more, of columns 8 apart. */
+static __device__ __forceinline__ float mci_four(const float f[4], const float4 &x, float acc) {
+    acc = fmaf(f[0], x.x, acc);
+    acc = fmaf(f[1], x.y, acc);
+    acc = fmaf(f[2], x.z, acc);
+    return fmaf(f[3], x.w, acc);
+}
+
 /* One piece of two rows of FP8: 16 weights of each. A byte s eeee mmm in bits 31 and 26..20 is the
  * weight without 2^120, and the product by that is exact, for subnormals too. */
 template <int TOK>
-static __device__ __forceinline__ void mci_piece_f8(const uint4 w[2], const float scale[2],
+static __device__ __forceinline__ void mci_piece_f8(uint4 w[2], const float scale[2],
                                                     const mci_vectors<TOK> &v, int p, int lane,
                                                     float tot[2][TOK]) {
     float acc[2][TOK];
 #pragma unroll
     for (int t = 0; t < TOK; t++) acc[0][t] = acc[1][t] = 0.0f;
-#pragma unroll
+#pragma unroll(TOK == 1 ? 4 : 1)
     for (int j = 0; j < 4; j++) {
         float f[2][4];
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            const uint32_t word = mci_word(w[i / 4], j) << (24 - i % 4 * 8);
+            const uint32_t word = w[i / 4].x << (24 - i % 4 * 8);
             f[i / 4][i % 4] = mci_float((uint32_t)((int32_t)word >> 4) & 0x87f00000u) * 0x1p+120f;
         }
 #pragma unroll
@@ -142,13 +159,10 @@ static __device__ __forceinline__ void mci_piece_f8(const uint4 w[2], const floa
             if (t && t >= v.n) break;
             const float4 x = ((const float4 *)v.x)[v.at[t] + (p * 4 + j) * 8 + lane];
 #pragma unroll
-            for (int r = 0; r < 2; r++) {
-                acc[r][t] = fmaf(f[r][0], x.x, acc[r][t]);
-                acc[r][t] = fmaf(f[r][1], x.y, acc[r][t]);
-                acc[r][t] = fmaf(f[r][2], x.z, acc[r][t]);
-                acc[r][t] = fmaf(f[r][3], x.w, acc[r][t]);
-            }
+            for (int r = 0; r < 2; r++) acc[r][t] = mci_four(f[r], x, acc[r][t]);
         }
+        mci_next(w[0]);
+        mci_next(w[1]);
     }
 #pragma unroll
     for (int t = 0; t < TOK; t++)
@@ -159,32 +173,37 @@ static __device__ __forceinline__ void mci_piece_f8(const uint4 w[2], const floa
 /* The same of MXFP4: 8 blocks of 4 weights, of which `blocks` are there. One that is not must be
  * left out: fma(0, scale, -0) is +0. */
 template <int TOK>
-static __device__ __forceinline__ void mci_piece_f4(const uint4 w[2], const uint4 s[2],
+static __device__ __forceinline__ void mci_piece_f4(uint4 w[2], uint4 s[2],
                                                     const mci_vectors<TOK> &v, int p, int blocks,
                                                     int lane, float tot[2][TOK]) {
+#pragma unroll(TOK == 1 ? 4 : 1)
+    for (int j = 0; j < 8; j += 2) {
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-        if (j >= blocks) break;
-        float f[2][4], scale[2];
+        for (int half = 0; half < 2; half++) {
+            if (j + half >= blocks) break;
+            float f[2][4], scale[2];
 #pragma unroll
-        for (int i = 0; i < 8; i++) { /* s ee m in bits 31 and 24..22, without 2^126 */
-            const uint32_t word = mci_word(w[i / 4], j / 2) << (28 - j % 2 * 16 - i % 4 * 4);
-            f[i / 4][i % 4] = mci_float((uint32_t)((int32_t)word >> 6) & 0x81c00000u) * 0x1p+126f;
+            for (int i = 0; i < 8; i++) { /* s ee m in bits 31 and 24..22, without 2^126 */
+                const uint32_t word = w[i / 4].x << (28 - half * 16 - i % 4 * 4);
+                f[i / 4][i % 4] =
+                    mci_float((uint32_t)((int32_t)word >> 6) & 0x81c00000u) * 0x1p+126f;
+            }
+#pragma unroll
+            for (int r = 0; r < 2; r++) scale[r] = mci_e8m0(s[r].x >> half * 8 & 0xff);
+#pragma unroll
+            for (int t = 0; t < TOK; t++) {
+                if (t && t >= v.n) break;
+                const float4 x = ((const float4 *)v.x)[v.at[t] + (p * 8 + j + half) * 8 + lane];
+#pragma unroll
+                for (int r = 0; r < 2; r++)
+                    tot[r][t] = fmaf(mci_four(f[r], x, 0.0f), scale[r], tot[r][t]);
+            }
         }
 #pragma unroll
-        for (int r = 0; r < 2; r++) scale[r] = mci_e8m0(mci_word(s[r], j / 4) >> j % 4 * 8 & 0xff);
-#pragma unroll
-        for (int t = 0; t < TOK; t++) {
-            if (t && t >= v.n) break;
-            const float4 x = ((const float4 *)v.x)[v.at[t] + (p * 8 + j) * 8 + lane];
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                float acc = fmaf(f[r][0], x.x, 0.0f);
-                acc = fmaf(f[r][1], x.y, acc);
-                acc = fmaf(f[r][2], x.z, acc);
-                acc = fmaf(f[r][3], x.w, acc);
-                tot[r][t] = fmaf(acc, scale[r], tot[r][t]);
-            }
+        for (int r = 0; r < 2; r++) {
+            mci_next(w[r]);
+            s[r].x = s[r].x >> 16 | s[r].y << 16;
+            s[r].y >>= 16;
         }
     }
 }
@@ -253,7 +272,7 @@ template <int FORMAT, int TOK>
 static __device__ __forceinline__ void mci_dot(const mci_call &c, const mci_rows &rows,
                                                const mci_vectors<TOK> &v, int pieces, int cols,
                                                int lane, float dot[2][TOK]) {
-    const int DEPTH = TOK == 1 ? 4 : 2, dtype = c.shape.scale_dtype;
+    const int DEPTH = TOK > 1 ? 2 : FORMAT == MC_INT4 ? 3 : 4, dtype = c.shape.scale_dtype;
 #pragma unroll
     for (int t = 0; t < TOK; t++) dot[0][t] = dot[1][t] = 0.0f;
     for (int p0 = 0; p0 < pieces; p0 += DEPTH) {
@@ -405,41 +424,53 @@ static __device__ __forceinline__ void mci_down(const mci_call &c, const mci_chu
     if (row + MCI_OCTETS <= last) out[MCI_OCTETS] = mci_own<TOK>(dot[1], lane);
 }
 
+/* The chunk, phase and tile of a ticket. */
+struct mci_task {
+    mci_chunk *chunk;
+    int phase, tile;
+};
+static __device__ __forceinline__ mci_task mci_task_of(const mci_call &c, int ticket) {
+    const int firsts = c.chunks * c.tiles[0];
+    mci_task t;
+    t.phase = ticket < firsts ? 0 : 1;
+    t.tile = t.phase ? ticket - firsts : ticket;
+    t.chunk = c.chunk + t.tile / c.tiles[t.phase];
+    t.tile %= c.tiles[t.phase];
+    return t;
+}
+
 template <int FORMAT, int TOK>
 static __global__ void __launch_bounds__(MCI_THREADS, 2) mci_experts(const mci_call c) {
     const bool first = threadIdx.x == 0;
-    const int firsts = c.chunks * c.tiles[0], all = firsts + c.chunks * c.tiles[1];
     if (first) mci_shared.ticket = atomicAdd(c.ticket, 1);
     __syncthreads();
-    for (;;) {
-        const int ticket = mci_shared.ticket;
-        if (ticket >= all) return;
+    while (mci_shared.ticket < c.chunks * (c.tiles[0] + c.tiles[1])) {
         /* the next one now, as the answer takes a while; it lies behind this one, so nobody whose
          * turn comes before waits for it */
         int next = 0;
         if (first) next = atomicAdd(c.ticket, 1);
-        const bool gate = ticket < firsts;
-        const int i = gate ? ticket : ticket - firsts, tiles = c.tiles[gate ? 0 : 1];
-        mci_chunk *chunk = c.chunk + i / tiles;
+        const mci_task task = mci_task_of(c, mci_shared.ticket);
         mci_chunk k;
-        k.slot = chunk->slot;
-        k.first = chunk->first;
-        k.n = chunk->n;
-        if (gate) {
-            mci_gate_up<FORMAT, TOK>(c, k, i % tiles);
+        k.slot = task.chunk->slot;
+        k.first = task.chunk->first;
+        k.n = task.chunk->n;
+        if (task.phase == 0) {
+            mci_gate_up<FORMAT, TOK>(c, k, task.tile);
         } else {
             if (first) {
-                while (*(volatile int32_t *)&chunk->done != c.tiles[0]) __nanosleep(100);
+                while (*(volatile int32_t *)&task.chunk->done != c.tiles[0]) __nanosleep(100);
                 __threadfence();
             }
             __syncthreads(); /* act of other blocks is there */
-            mci_down<FORMAT, TOK>(c, k, i % tiles);
+            mci_down<FORMAT, TOK>(c, k, task.tile);
         }
         __syncthreads(); /* nobody needs the ticket or the tile any more; act is written */
         if (first) {
-            if (gate) {
+            /* once more: what lives through the products above costs registers there */
+            const mci_task done = mci_task_of(c, *(volatile int32_t *)&mci_shared.ticket);
+            if (done.phase == 0) {
                 __threadfence();
-                atomicAdd(&chunk->done, 1);
+                atomicAdd(&done.chunk->done, 1);
             }
             mci_shared.ticket = next;
         }
