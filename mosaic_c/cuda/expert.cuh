@@ -267,12 +267,13 @@ static __device__ __forceinline__ void mci_tree(int n, float dot[2][TOK]) {
 }
 
 /* dot[r][t] = row r times vector t, in every lane. Weights of DEPTH pieces are on their way at a
- * time, which is what keeps memory busy. */
+ * time, which is what keeps memory busy: as many as registers allow without spills. */
 template <int FORMAT, int TOK>
 static __device__ __forceinline__ void mci_dot(const mci_call &c, const mci_rows &rows,
                                                const mci_vectors<TOK> &v, int pieces, int cols,
                                                int lane, float dot[2][TOK]) {
-    const int DEPTH = TOK > 1 ? 2 : FORMAT == MC_INT4 ? 3 : 4, dtype = c.shape.scale_dtype;
+    const int DEPTH = FORMAT == MC_INT4 ? (TOK > 1 ? 1 : 3) : (TOK > 1 ? 2 : 4);
+    const int dtype = c.shape.scale_dtype;
 #pragma unroll
     for (int t = 0; t < TOK; t++) dot[0][t] = dot[1][t] = 0.0f;
     for (int p0 = 0; p0 < pieces; p0 += DEPTH) {
@@ -334,6 +335,11 @@ template <int TOK> static __device__ __forceinline__ float mci_own(const float v
     return own;
 }
 
+/* Where column c of an f32 vector lies. */
+static __device__ __forceinline__ int mci_place(int c) {
+    return (c & ~31) + c % 8 * 4 + c % 32 / 8;
+}
+
 /* One group of one token, as quantise of ops_ref.c: by a warp, two columns a lane. */
 static __device__ void mci_quantise(const float *tile, uint4 *vector, int pieces, int group,
                                     int lane) {
@@ -360,6 +366,27 @@ static __device__ void mci_quantise(const float *tile, uint4 *vector, int pieces
     ((int32_t *)(vector + pieces * 17))[group] = 8 * sum;
 }
 
+/* What act has beyond its columns, up to a whole piece; of int4 whole groups, as the last one with
+ * columns is a tile's. */
+template <int FORMAT>
+static __device__ __forceinline__ void mci_pad(const mci_call &c, const mci_chunk &k) {
+    const int tid = (int)threadIdx.x, pieces = c.pieces[1];
+    for (int t = 0; t < k.n; t++) {
+        uint4 *act = c.act + (int64_t)(k.first + t) * c.vector[1];
+        if (FORMAT == MC_INT4) {
+            const int group = c.tiles[0] + tid / 16; /* 16 words of q each */
+            if (group >= pieces * 4) continue;
+            ((int32_t *)act)[group * 16 + tid % 16] = 0;
+            ((int32_t *)(act + pieces * 16))[group] = 0;
+            ((int32_t *)(act + pieces * 17))[group] = 0;
+        } else {
+            const int padded = pieces * (FORMAT == MC_F8E4M3 ? 128 : 256);
+            for (int col = c.shape.width + tid; col < padded; col += MCI_THREADS)
+                ((float *)act)[mci_place(col)] = -0.0f;
+        }
+    }
+}
+
 /* A tile of act. */
 template <int FORMAT, int TOK>
 static __device__ __forceinline__ void mci_gate_up(const mci_call &c, const mci_chunk &k,
@@ -383,8 +410,7 @@ static __device__ __forceinline__ void mci_gate_up(const mci_call &c, const mci_
         if (FORMAT == MC_INT4) {
             mci_shared.tile[lane][col] = row < width ? y : 0.0f;
         } else if (row < width) {
-            float *act = (float *)(c.act + (int64_t)(k.first + lane) * c.vector[1]);
-            act[(row & ~31) + row % 8 * 4 + row % 32 / 8] = y;
+            ((float *)(c.act + (int64_t)(k.first + lane) * c.vector[1]))[mci_place(row)] = y;
         }
     }
     if (FORMAT == MC_INT4) {
@@ -393,14 +419,8 @@ static __device__ __forceinline__ void mci_gate_up(const mci_call &c, const mci_
         if (t < k.n)
             mci_quantise(mci_shared.tile[t], c.act + (int64_t)(k.first + t) * c.vector[1],
                          c.pieces[1], tile, tid % 32);
-    } else if (tile == c.tiles[0] - 1) { /* columns up to a whole piece */
-        const int padded = c.pieces[1] * (FORMAT == MC_F8E4M3 ? 128 : 256);
-        for (int t = 0; t < k.n; t++) {
-            float *act = (float *)(c.act + (int64_t)(k.first + t) * c.vector[1]);
-            for (int col = width + tid; col < padded; col += MCI_THREADS)
-                act[(col & ~31) + col % 8 * 4 + col % 32 / 8] = -0.0f;
-        }
     }
+    if (tile == c.tiles[0] - 1) mci_pad<FORMAT>(c, k);
 }
 
 /* A tile of out. */
