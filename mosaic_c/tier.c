@@ -11,6 +11,7 @@ enum {
     NONE = -1,
     BATCH = 64 /* tokens of a call: more would only need more work space */
 };
+#define SPIN_S 50e-6
 
 /* of an item; NEVER: a weight that the kernels do not multiply by */
 enum { ABSENT, LOADING, HELD, NEVER };
@@ -351,15 +352,23 @@ int mci_tier_run(mci_tier *t, const mci_products *line, mc_error *err) {
     return rc < 0 ? rc : MC_OK;
 }
 
+/* Waits, at first by looking: to be woken takes longer than most lines have left. */
+static int wait_for(mci_tier *t, const float **rows, mc_error *err) {
+    const double t0 = mci_now();
+    int rc;
+    do rc = t->api->ran(t->gpu, false, rows, err);
+    while (rc == 0 && mci_now() - t0 < SPIN_S);
+    if (rc == 0) rc = t->api->ran(t->gpu, true, rows, err);
+    t->e->stats.gpu_wait_s += mci_now() - t0;
+    return rc;
+}
+
 int mci_tier_step(mci_tier *t, bool wait, mc_error *err) {
     const int32_t hidden = t->shape[t->layer].hidden;
-    mc_stats *st = &t->e->stats;
     while (t->running) {
         const float *rows;
         mc_error own;
-        double t0 = wait ? mci_now() : 0;
-        int rc = t->api->ran(t->gpu, wait, &rows, &own);
-        if (wait) st->gpu_wait_s += mci_now() - t0;
+        int rc = wait ? wait_for(t, &rows, &own) : t->api->ran(t->gpu, false, &rows, &own);
         if (rc == 0) return 0;
         if (rc < 0) {
             if (err) *err = own;
