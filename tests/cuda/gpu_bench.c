@@ -8,6 +8,7 @@
 #include <stdlib.h>
 
 enum { TIMES = 9, WARM = 3, PAIRS = 64 };
+#define BAR 0.75 /* of the bandwidth of a copy, at 8 tokens over 64 experts */
 
 static int compare(const void *a, const void *b) {
     const double x = *(const double *)a, y = *(const double *)b;
@@ -56,7 +57,9 @@ static double time_upload(gpu_run *r, mci_gpu *g, mc_error *err) {
     return result;
 }
 
-static int bench_format(int32_t device, int64_t l2, int32_t dtype, int32_t scale, mc_error *err) {
+/* copy: bytes a second of a copy on the device, read + written. */
+static int bench_format(int32_t device, int64_t l2, double copy, int32_t dtype, int32_t scale,
+                        mc_error *err) {
     const bool tiny = emu_calls != NULL;
     const int32_t pairs = tiny ? 4 : PAIRS, few = tiny ? 2 : 8, H = tiny ? 64 : 2048,
                   W = tiny ? 64 : 512;
@@ -76,11 +79,12 @@ static int bench_format(int32_t device, int64_t l2, int32_t dtype, int32_t scale
         const double many = time_call(&r, g, pairs, 8, err), one = time_call(&r, g, few, 1, err);
         const double empty = yard_empty(device, room.vector_in, (int64_t)few * H * 4);
         if (up < 0 || many < 0 || one < 0) rc = MC_ESYS;
-        printf("%-8s %9.3f MB %4d experts %9.1f us %8.1f GB/s | %d experts %8.1f us (empty %.1f) "
-               "| upload %6.1f GB/s (plain %.1f)\n",
-               mci_dtype_get(dtype)->name, (double)bytes / 1e6, (int)pairs, many * 1e6,
-               (double)(bytes * pairs) / many / 1e9, (int)few, one * 1e6, empty * 1e6,
-               (double)bytes / up / 1e9, (double)bytes / plain / 1e9);
+        const double rate = (double)(bytes * pairs) / many;
+        printf("%-8s %7.3f MB | %d experts %9.1f us %8.1f GB/s, %.2f of copy%s | %d experts %8.1f "
+               "us (empty call %.1f) | upload %6.1f GB/s, %.2f of pinned copy\n",
+               mci_dtype_get(dtype)->name, (double)bytes / 1e6, (int)pairs, many * 1e6, rate / 1e9,
+               rate / copy, tiny ? "" : rate / copy < BAR ? " (bar 0.75: MISSED)" : " (bar 0.75)",
+               (int)few, one * 1e6, empty * 1e6, (double)bytes / up / 1e9, plain / up);
     }
     gpu_api()->close(g);
     gpu_free(&r);
@@ -102,10 +106,11 @@ int gpu_bench(int32_t device) {
            info.runtime);
     if (emu_calls) printf("AN EMULATION: sizes are tiny and the figures mean nothing\n");
     const double t = yard_copy(device, copy);
-    printf("copy on the device: %.1f GB/s, read + written\n", 2.0 * (double)copy / t / 1e9);
+    const double rate = 2.0 * (double)copy / t;
+    printf("copy on the device: %.1f GB/s, read + written\n", rate / 1e9);
     printf("medians of %d; 8 tokens, each expert its own row; then 1 token\n", TIMES);
     for (int f = 0; f < 3; f++)
-        if (bench_format(device, l2, formats[f][0], formats[f][1], &err) < 0) {
+        if (bench_format(device, l2, rate, formats[f][0], formats[f][1], &err) < 0) {
             printf("test_gpu bench: %s\n", err.message);
             return 1;
         }
