@@ -209,7 +209,7 @@ static __device__ __forceinline__ void mci_piece_f4(uint4 w[2], uint4 s[2],
 }
 
 /* The same of int4: a lane has half a group of 64, 4 groups a piece, of which `groups` are there.
- * All lanes end with the same tot. */
+ * Lane t keeps the sums of vector t alone, as tot[r][0]. */
 template <int TOK>
 static __device__ __forceinline__ void mci_piece_i4(const uint4 w[2], const uint4 s[2],
                                                     int32_t dtype, const mci_vectors<TOK> &v, int p,
@@ -244,11 +244,13 @@ static __device__ __forceinline__ void mci_piece_i4(const uint4 w[2], const uint
             }
             sum += __shfl_xor_sync(0xffffffffu, sum, 1);
             const float exact = (float)(sum - q8);
+            float mine = tot[r][0];
 #pragma unroll
             for (int g = 0; g < 4; g++) {
                 const float one = __shfl_sync(0xffffffffu, exact, g * 2, 8);
-                if (g < groups) tot[r][t] = fmaf(one, scale[r][g] * xscale[g], tot[r][t]);
+                if (g < groups) mine = fmaf(one, scale[r][g] * xscale[g], mine);
             }
+            if (lane == t) tot[r][0] = mine;
         }
     }
 }
@@ -266,13 +268,13 @@ static __device__ __forceinline__ void mci_tree(int n, float dot[2][TOK]) {
     }
 }
 
-/* dot[r][t] = row r times vector t, in every lane. Weights of DEPTH pieces are on their way at a
+/* dot[r][t] = row r times vector t; mci_own gives it to lane t. Weights of DEPTH pieces are on their way at a
  * time, which is what keeps memory busy: as many as registers allow without spills. */
 template <int FORMAT, int TOK>
 static __device__ __forceinline__ void mci_dot(const mci_call &c, const mci_rows &rows,
                                                const mci_vectors<TOK> &v, int pieces, int cols,
                                                int lane, float dot[2][TOK]) {
-    const int DEPTH = FORMAT == MC_INT4 ? (TOK > 1 ? 1 : 3) : (TOK > 1 ? 2 : 4);
+    const int DEPTH = TOK > 1 ? 2 : FORMAT == MC_INT4 ? 3 : 4;
     const int dtype = c.shape.scale_dtype;
 #pragma unroll
     for (int t = 0; t < TOK; t++) dot[0][t] = dot[1][t] = 0.0f;
@@ -326,12 +328,13 @@ static __device__ __forceinline__ mci_rows mci_rows_of(const mci_call &c, const 
     return r;
 }
 
-/* The value that lane t keeps: that of token t. */
-template <int TOK> static __device__ __forceinline__ float mci_own(const float v[TOK], int lane) {
-    float own = v[0];
+/* The product that lane t writes: that of vector t. */
+template <int FORMAT, int TOK>
+static __device__ __forceinline__ float mci_own(const float dot[TOK], int lane) {
+    float own = dot[0];
 #pragma unroll
     for (int t = 1; t < TOK; t++)
-        if (lane == t) own = v[t];
+        if (FORMAT != MC_INT4 && lane == t) own = dot[t];
     return own;
 }
 
@@ -406,7 +409,7 @@ static __device__ __forceinline__ void mci_gate_up(const mci_call &c, const mci_
             c, mci_rows_of<FORMAT>(c, k, 0, there, 1, there, c.pieces[0], lane), v, c.pieces[0],
             c.shape.hidden, lane, dot);
         if (lane >= k.n) continue; /* a chunk has at most as many tokens as an octet lanes */
-        const float y = mci_silu(mci_own<TOK>(dot[0], lane)) * mci_own<TOK>(dot[1], lane);
+        const float y = mci_silu(mci_own<FORMAT, TOK>(dot[0], lane)) * mci_own<FORMAT, TOK>(dot[1], lane);
         if (FORMAT == MC_INT4) {
             mci_shared.tile[lane][col] = row < width ? y : 0.0f;
         } else if (row < width) {
@@ -440,8 +443,8 @@ static __device__ __forceinline__ void mci_down(const mci_call &c, const mci_chu
                          v, c.pieces[1], c.shape.width, lane, dot);
     if (lane >= k.n) return;
     float *out = c.out + (int64_t)(k.first + lane) * (last + 1) + row;
-    if (row <= last) out[0] = mci_own<TOK>(dot[0], lane);
-    if (row + MCI_OCTETS <= last) out[MCI_OCTETS] = mci_own<TOK>(dot[1], lane);
+    if (row <= last) out[0] = mci_own<FORMAT, TOK>(dot[0], lane);
+    if (row + MCI_OCTETS <= last) out[MCI_OCTETS] = mci_own<FORMAT, TOK>(dot[1], lane);
 }
 
 /* The chunk, phase and tile of a ticket. */
