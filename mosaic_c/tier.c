@@ -24,7 +24,7 @@ struct mci_tier {
     mci_hot *hot;
     int32_t n_layer, n_expert;
     mci_gpu_room room;
-    int64_t host;
+    int64_t host; /* pinned memory that is counted */
 
     void *tables; /* one allocation: */
     int64_t table_bytes;
@@ -174,7 +174,6 @@ static int plan(mci_tier *t, const mc_tier_opts *o, const mci_experts *x, int32_
                         "GPU tier: %lld bytes of VRAM given, one expert and the work space take "
                         "%lld", (long long)o->bytes, (long long)(work + slot));
     t->room.slots = MCI_MIN(slots, experts);
-    t->host = t->api->host(&t->room);
     t->e->stats.gpu_vram = work + t->room.slots * slot;
     return MC_OK;
 }
@@ -199,8 +198,9 @@ int mci_tier_open(mc_engine *e, const mc_tier_opts *o, const mci_experts *x, int
                             err);
     for (int32_t i = 0; rc == MC_OK && i < n_layer; i++) t->shape[i] = layer_shape(&x[i]);
     if (rc == MC_OK) {
-        rc = mci_recount(&e->mem, MC_MEM_SCRATCH, t->host, "pinned memory of the GPU tier", err);
-        if (rc < 0) t->host = 0;
+        const int64_t host = api->host(&t->room);
+        rc = mci_recount(&e->mem, MC_MEM_SCRATCH, host, "pinned memory of the GPU tier", err);
+        if (rc == MC_OK) t->host = host;
     }
     if (rc == MC_OK) rc = api->open(o->device, &t->room, &t->gpu, err);
     if (rc == MC_OK) rc = mci_uploads_open(api, t->gpu, &t->uploads, err);

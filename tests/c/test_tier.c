@@ -225,6 +225,38 @@ static void check_open(const model *m, const float *want) {
     CHECK(fake.opened == 0, "a device stays open");
 }
 
+/* Each allocation of a tier refused in turn: an error, no device and nothing counted stays. */
+static void check_refused(const model *m, const float *want) {
+    setting s = PLAIN;
+    mc_error err = {0};
+    int n = 1, rc = MC_ENOMEM;
+    const mc_tier_opts o = room_for(m, 10, 1);
+    for (; rc != MC_OK && n < 20; n++) {
+        world w = {.m = m, .set = s};
+        CHECK(open_engine(m, s, &w.e, &err) >= 0, "%s", err.message);
+        CHECK(mc_store_create(w.e, 1, EXPERTS, TOP_K, MC_POLICY_LRU, &w.store, &err) == MC_OK,
+              "%s", err.message);
+        CHECK(mc_moe_create(w.e, w.store, &m->moe[0], m->expert[0], &w.moe[0], &err) == MC_OK,
+              "%s", err.message);
+        const mc_stats before = stats(&w);
+        w.e->mem.fail_after = n;
+        rc = mc_store_tier(w.store, &o, &err);
+        const int64_t left = w.e->mem.fail_after;
+        w.e->mem.fail_after = 0;
+        CHECK(rc == MC_ENOMEM || (rc == MC_OK && left > 0), "%d %s", rc, err.message);
+        const mc_stats after = stats(&w);
+        CHECK(rc == MC_OK || !memcmp(before.mem_now, after.mem_now, sizeof after.mem_now),
+              "memory stays counted");
+        CHECK(rc == MC_OK || fake.opened == 0, "a device stays open");
+        close_world(&w);
+    }
+    CHECK(rc == MC_OK && n > 2, "%d allocations", n - 2);
+    s.tier = o;
+    world w = open_world(m, s);
+    expect(&w, 80, want, "after refusals");
+    close_world(&w);
+}
+
 /* An expert with a NaN code never leaves the CPU; the others do. */
 static void check_nan(model *m) {
     const mc_tensor *g = &m->expert[0][2].up;
@@ -265,6 +297,7 @@ int main(int argc, char **argv) {
     check_resized(m, want);
     check_failures(m, want);
     check_open(m, want);
+    check_refused(m, want);
     check_nan(m);
     free_model(m);
     rmdir(dir);
