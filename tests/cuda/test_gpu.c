@@ -135,6 +135,33 @@ static void check_negative_zero(void) {
     gpu_free(&r);
 }
 
+/* The same of MXFP4, where whole blocks follow the columns: act is 2^-149 everywhere, a block's sum
+ * -4 * 2^-149, and -0 when it is scaled by 2^-4. */
+static void check_negative_zero_f4(void) {
+    const gpu_case c = {.dtype = MC_F4E2M1, .scale = MC_F8E8M0, .hidden = 40, .width = 64,
+                        .tokens = 3, .experts = 1, .in = UNIT};
+    gpu_run r;
+    gpu_make(&c, &r);
+    for (int w = 0; w < 3; w++) {
+        memset(data_of(&r, w), w < 2 ? 0 : 0xaa, 64 * 20); /* -1 */
+        uint8_t *scale = r.from[w].buf[3];
+        memset(scale + (r.m[0][w].scale - scale), w < 2 ? 127 : 123, w < 2 ? 64 * 2 : 40 * 2);
+    }
+    for (int i = 0; i < 64; i++) {
+        data_of(&r, 0)[i * 20] = 0x02; /* column 0: 1 */
+        data_of(&r, 1)[i * 20] = 0x20; /* column 1: 1 */
+    }
+    memset(r.x, 0, 3 * 40 * 4);
+    for (int t = 0; t < 3; t++) {
+        r.x[t * 40] = 1.25f;
+        r.x[t * 40 + 1] = 0x1p-149f;
+    }
+    check_run(&r, "negative zero of MXFP4");
+    for (int i = 0; i < 3 * 40; i++)
+        CHECK(mci_bits(r.got[i]) == 0x80000000u, "negative zero of MXFP4: %a", (double)r.got[i]);
+    gpu_free(&r);
+}
+
 /* NaN codes are found wherever they are, and no scale or other code is taken for one. */
 static void check_nan(void) {
     const gpu_case c = {.dtype = MC_F8E4M3, .scale = MC_F8E8M0, .hidden = 200, .width = 136,
@@ -259,7 +286,8 @@ static void check_again(void) {
         room.vector_act = MCI_MAX(room.vector_act, one.vector_act);
     }
     uploads u = {.r = &r[0], .at = (int32_t)room.slots - 2};
-    int rc = gpu_api()->open(device, &room, &u.g, &err);
+    /* not the device that a new thread has at first */
+    int rc = gpu_api()->open(emu_devices ? 1 : device, &room, &u.g, &err);
     CHECK(rc == MC_OK, "%s", err.message);
     if (rc) return;
     for (int i = 0; i < 4; i++) { /* each leaves its experts in slots of its own */
@@ -298,6 +326,7 @@ int main(int argc, char **argv) {
     check_table();
     check_codes();
     check_negative_zero();
+    check_negative_zero_f4();
     check_nan();
     check_shapes();
     check_far();
