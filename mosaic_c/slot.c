@@ -1,6 +1,6 @@
-/* slot.c - brings experts and activations into the order in which a GPU reads them (cuda/gpu.h draws
- * it). An expert is filled into staging memory on its way to the GPU, so this runs about as fast as
- * a copy. It changes no weight, no scale and no activation, only where they lie. */
+/* slot.c - brings experts and activations into the order in which a GPU reads them (cuda/gpu.h
+ * draws it). An expert is filled into staging memory on its way to the GPU, so this runs about as
+ * fast as a copy. It changes no weight, no scale and no activation, only where they lie. */
 #include "slot.h"
 
 enum { PIECE = MCI_SLOT_PIECE, BLOCK4 = 32, GROUP = 64 };
@@ -24,8 +24,8 @@ bool mci_slot_of(const mci_mat m[3], mci_slot_shape *out) {
     if (scale < 0 || !(mci_dtype_get(type)->scale_types >> scale & 1)) return false;
     const int64_t hidden = m[0].cols, width = m[0].rows;
     if (hidden < 1 || width < 1 || hidden > INT32_MAX / 2 || width > INT32_MAX / 2) return false;
-    *out = (mci_slot_shape){.dtype = type, .scale_dtype = scale, .hidden = (int32_t)hidden,
-                            .width = (int32_t)width};
+    *out = (mci_slot_shape){
+        .dtype = type, .scale_dtype = scale, .hidden = (int32_t)hidden, .width = (int32_t)width};
     int64_t at = 0;
     for (int i = 0; i < 3; i++) {
         if (m[i].dtype != type || m[i].scale_dtype != scale ||
@@ -70,7 +70,8 @@ static inline void lanes(const uint8_t *src, uint8_t *dst, pair *nan) {
     if (nan)
         for (int i = 0; i < 8; i++) *nan |= (v[i] & 0x7f7f7f7f7f7f7f7fu) + 0x0101010101010101u;
     for (int i = 0; i < 4; i++) swap(&v[i], &v[i + 4], 32, 0x00000000ffffffffu);
-    for (int i = 0; i < 4; i++) swap(&v[i + i / 2 * 2], &v[i + i / 2 * 2 + 2], 16, 0x0000ffff0000ffffu);
+    for (int i = 0; i < 4; i++)
+        swap(&v[i + i / 2 * 2], &v[i + i / 2 * 2 + 2], 16, 0x0000ffff0000ffffu);
     for (int i = 0; i < 4; i++) swap(&v[2 * i], &v[2 * i + 1], 8, 0x00ff00ff00ff00ffu);
     memcpy(dst, v, sizeof v);
 }

@@ -33,7 +33,7 @@ struct mci_call {
     int32_t tiles[2], chunks;     /* a chunk's tiles of either phase */
     int32_t *ticket;
     mci_chunk *chunk;
-    const int32_t *token;         /* of each row */
+    const int32_t *token; /* of each row */
     const uint4 *x;
     uint4 *act;
     float *out;
@@ -78,7 +78,8 @@ static __device__ float mci_exp(float x) {
     p = fmaf(p, r, EXP_C2);
     p = fmaf(p, r, 1.0f);
     p = fmaf(p, r, 1.0f);
-    return p * mci_float((uint32_t)(half + 127) << 23) * mci_float((uint32_t)(n - half + 127) << 23);
+    return p * mci_float((uint32_t)(half + 127) << 23) *
+           mci_float((uint32_t)(n - half + 127) << 23);
 }
 static __device__ float mci_silu(float x) {
     const float e = mci_exp(-fabsf(x));
@@ -211,10 +212,9 @@ static __device__ __forceinline__ void mci_piece_f4(uint4 w[2], uint4 s[2],
 /* The same of int4: a lane has half a group of 64, 4 groups a piece, of which `groups` are there.
  * Lane t keeps the sums of vector t alone, as tot[r][0]. */
 template <int TOK>
-static __device__ __forceinline__ void mci_piece_i4(const uint4 w[2], const uint4 s[2],
-                                                    int32_t dtype, const mci_vectors<TOK> &v, int p,
-                                                    int pieces, int groups, int lane,
-                                                    float tot[2][TOK]) {
+static __device__ __forceinline__ void
+mci_piece_i4(const uint4 w[2], const uint4 s[2], int32_t dtype, const mci_vectors<TOK> &v, int p,
+             int pieces, int groups, int lane, float tot[2][TOK]) {
     float scale[2][4];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -256,8 +256,7 @@ static __device__ __forceinline__ void mci_piece_i4(const uint4 w[2], const uint
 }
 
 /* ((t0+t4)+(t2+t6)) + ((t1+t5)+(t3+t7)) of each dot[r][t], t < n, into every lane. */
-template <int TOK>
-static __device__ __forceinline__ void mci_tree(int n, float dot[2][TOK]) {
+template <int TOK> static __device__ __forceinline__ void mci_tree(int n, float dot[2][TOK]) {
 #pragma unroll
     for (int i = 0; i < 2 * TOK; i++) {
         if (i / 2 && i / 2 >= n) break;
@@ -268,8 +267,9 @@ static __device__ __forceinline__ void mci_tree(int n, float dot[2][TOK]) {
     }
 }
 
-/* dot[r][t] = row r times vector t; mci_own gives it to lane t. Weights of DEPTH pieces are on their way at a
- * time, which is what keeps memory busy: as many as registers allow without spills. */
+/* dot[r][t] = row r times vector t; mci_own gives it to lane t. Weights of DEPTH pieces are on
+ * their way at a time, which is what keeps memory busy: as many as registers allow without spills.
+ */
 template <int FORMAT, int TOK>
 static __device__ __forceinline__ void mci_dot(const mci_call &c, const mci_rows &rows,
                                                const mci_vectors<TOK> &v, int pieces, int cols,
@@ -313,9 +313,8 @@ static __device__ __forceinline__ void mci_dot(const mci_call &c, const mci_rows
 
 /* Rows `a` of matrix i and `b` of matrix k. */
 template <int FORMAT>
-static __device__ __forceinline__ mci_rows mci_rows_of(const mci_call &c, const mci_chunk &k,
-                                                       int i, int a, int j, int b, int pieces,
-                                                       int lane) {
+static __device__ __forceinline__ mci_rows mci_rows_of(const mci_call &c, const mci_chunk &k, int i,
+                                                       int a, int j, int b, int pieces, int lane) {
     const uint8_t *slot = c.slots + k.slot * c.slot_bytes;
     const int size = c.shape.scale_dtype == MC_F32 ? 4 : c.shape.scale_dtype == MC_F8E8M0 ? 1 : 2;
     const int rows = FORMAT == MC_F8E4M3 ? 128 : 1;
@@ -358,8 +357,7 @@ static __device__ void mci_quantise(const float *tile, uint4 *vector, int pieces
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int col = lane + 32 * i;
-        const int32_t one =
-            number ? (int32_t)fminf(fmaxf(rintf(v[i] / s), -127.0f), 127.0f) : 0;
+        const int32_t one = number ? (int32_t)fminf(fmaxf(rintf(v[i] / s), -127.0f), 127.0f) : 0;
         q[(col & -8) + col % 2 * 4 + col % 8 / 2] = (int8_t)one;
         sum += one;
     }
@@ -399,17 +397,16 @@ static __device__ __forceinline__ void mci_gate_up(const mci_call &c, const mci_
     v.x = c.x;
     v.n = k.n;
 #pragma unroll
-    for (int t = 0; t < TOK; t++)
-        v.at[t] = c.token[k.first + (t < k.n ? t : 0)] * c.vector[0];
+    for (int t = 0; t < TOK; t++) v.at[t] = c.token[k.first + (t < k.n ? t : 0)] * c.vector[0];
     for (int pass = 0; pass < MCI_TILE / MCI_OCTETS; pass++) {
         const int col = pass * MCI_OCTETS + tid / 8, row = tile * MCI_TILE + col;
         const int there = row < width ? row : width - 1;
         float dot[2][TOK];
-        mci_dot<FORMAT, TOK>(
-            c, mci_rows_of<FORMAT>(c, k, 0, there, 1, there, c.pieces[0], lane), v, c.pieces[0],
-            c.shape.hidden, lane, dot);
+        mci_dot<FORMAT, TOK>(c, mci_rows_of<FORMAT>(c, k, 0, there, 1, there, c.pieces[0], lane), v,
+                             c.pieces[0], c.shape.hidden, lane, dot);
         if (lane >= k.n) continue; /* a chunk has at most as many tokens as an octet lanes */
-        const float y = mci_silu(mci_own<FORMAT, TOK>(dot[0], lane)) * mci_own<FORMAT, TOK>(dot[1], lane);
+        const float y =
+            mci_silu(mci_own<FORMAT, TOK>(dot[0], lane)) * mci_own<FORMAT, TOK>(dot[1], lane);
         if (FORMAT == MC_INT4) {
             mci_shared.tile[lane][col] = row < width ? y : 0.0f;
         } else if (row < width) {

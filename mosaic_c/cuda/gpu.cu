@@ -28,8 +28,8 @@ static mci_kernel const kernels[FORMATS][SIZES] = {
 struct mci_gpu {
     int device;
     mci_gpu_room room;
-    int grid[FORMATS][SIZES]; /* blocks that run at once */
-    int64_t before;           /* bytes in front of the activations of a call */
+    int grid[FORMATS][SIZES];      /* blocks that run at once */
+    int64_t before;                /* bytes in front of the activations of a call */
     char *slots, *work, *in, *out; /* device; work: act */
     char *host_in, *host_out, *stage[MCI_GPU_STAGES];
     cudaStream_t compute, upload;
@@ -68,14 +68,18 @@ static int failed(mc_error *err, cudaError_t e, const char *doing) {
 static int no_device(mc_error *err, cudaError_t e, int driver, int runtime) {
     (void)cudaGetLastError();
     if (driver == 0)
-        return fail(err, MC_ESYS, "no NVIDIA driver here: install one for CUDA %d.%d or later, or "
-                    "go without the GPU", runtime / 1000, runtime % 1000 / 10);
-    if (e == cudaErrorInsufficientDriver)
-        return fail(err, MC_ESYS, "the NVIDIA driver is of CUDA %d.%d and this build of %d.%d: "
-                    "update the driver, or go without the GPU", driver / 1000, driver % 1000 / 10,
+        return fail(err, MC_ESYS,
+                    "no NVIDIA driver here: install one for CUDA %d.%d or later, or "
+                    "go without the GPU",
                     runtime / 1000, runtime % 1000 / 10);
+    if (e == cudaErrorInsufficientDriver)
+        return fail(err, MC_ESYS,
+                    "the NVIDIA driver is of CUDA %d.%d and this build of %d.%d: "
+                    "update the driver, or go without the GPU",
+                    driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
     if (e == cudaErrorNoDevice || e == cudaSuccess)
-        return fail(err, MC_ESYS, "no NVIDIA GPU here (or CUDA_VISIBLE_DEVICES hides it): go "
+        return fail(err, MC_ESYS,
+                    "no NVIDIA GPU here (or CUDA_VISIBLE_DEVICES hides it): go "
                     "without the GPU");
     return failed(err, e, "counting devices");
 }
@@ -99,8 +103,10 @@ static int choose(int32_t device, mc_gpu_info *out, mc_error *err) {
     out->driver = driver;
     out->runtime = runtime;
     if (out->capability < OLDEST)
-        return fail(err, MC_ESYS, "GPU %d has compute capability %d.%d and the kernels need %d.%d: "
-                    "go without the GPU", (int)device, major, minor, OLDEST / 10, OLDEST % 10);
+        return fail(err, MC_ESYS,
+                    "GPU %d has compute capability %d.%d and the kernels need %d.%d: "
+                    "go without the GPU",
+                    (int)device, major, minor, OLDEST / 10, OLDEST % 10);
     TRY(cudaSetDevice(device), "taking the device");
     return MC_OK;
 }
@@ -218,9 +224,10 @@ static int open(int32_t device, const mci_gpu_room *room, mci_gpu **out, mc_erro
         room->items < 1 || room->hidden < 1 || room->tokens * (room->vector_in / 16) > most ||
         room->rows * (room->vector_act / 16) > most ||
         most_chunks(room) * (room->vector_in / 16 + room->hidden) > most)
-        return fail(err, MC_EINVAL, "GPU: a room of %lld slots of %lld bytes for %d rows is beyond "
-                    "what the kernels can count", (long long)room->slots,
-                    (long long)room->slot_bytes, (int)room->rows);
+        return fail(err, MC_EINVAL,
+                    "GPU: a room of %lld slots of %lld bytes for %d rows is beyond "
+                    "what the kernels can count",
+                    (long long)room->slots, (long long)room->slot_bytes, (int)room->rows);
     mci_gpu *g = (mci_gpu *)calloc(1, sizeof *g);
     if (!g) return fail(err, MC_ENOMEM, "out of memory");
     g->device = device;
@@ -341,8 +348,8 @@ static int ran(mci_gpu *g, bool wait, const float **out, mc_error *err) {
 }
 
 extern "C" const mci_gpu_api *mci_gpu_get(const char **why) {
-    static const mci_gpu_api api = {probe,    vram,  host, open, close, stage, upload,
-                                    uploaded, input, run,  ran};
+    static const mci_gpu_api api = {probe,  vram,     host,  open, close, stage,
+                                    upload, uploaded, input, run,  ran};
     *why = NULL;
     return &api;
 }

@@ -207,8 +207,7 @@ static cudaError_t allocate(void **p, size_t bytes, int device) {
         a.map = (char *)mmap(NULL, a.mapped, PROT_READ | PROT_WRITE,
                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (a.map == MAP_FAILED) return cudaErrorMemoryAllocation;
-        if (mprotect(a.map, PAGE, PROT_NONE) ||
-            mprotect(a.map + a.mapped - PAGE, PAGE, PROT_NONE))
+        if (mprotect(a.map, PAGE, PROT_NONE) || mprotect(a.map + a.mapped - PAGE, PAGE, PROT_NONE))
             emu_die("mprotect failed");
         a.p = a.map + a.mapped - PAGE - all;
         a.bytes = bytes;

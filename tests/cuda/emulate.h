@@ -97,7 +97,11 @@ enum cudaError_t {
     cudaErrorNotReady = 600,
     cudaErrorLaunchFailure = 719
 };
-enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
+enum cudaMemcpyKind {
+    cudaMemcpyHostToDevice = 1,
+    cudaMemcpyDeviceToHost,
+    cudaMemcpyDeviceToDevice
+};
 enum cudaDeviceAttr {
     cudaDevAttrMultiProcessorCount = 16,
     cudaDevAttrL2CacheSize = 38,
@@ -147,9 +151,9 @@ template <class A> void emu_call(const void *kernel, const void *arg) {
 template <class A>
 cudaError_t cudaLaunchKernel(void (*kernel)(A), dim3 grid, dim3 block, void **args, size_t shared,
                              cudaStream_t s) {
-    return shared ? cudaErrorInvalidValue
-                  : emu_launch(emu_call<A>, (const void *)kernel, args[0], sizeof(A), grid, block,
-                               s);
+    return shared
+               ? cudaErrorInvalidValue
+               : emu_launch(emu_call<A>, (const void *)kernel, args[0], sizeof(A), grid, block, s);
 }
 cudaError_t emu_occupancy(int *blocks);
 template <class F>

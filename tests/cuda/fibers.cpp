@@ -40,10 +40,10 @@ extern char __start_emu_shared[], __stop_emu_shared[];
 
 static block blocks[BLOCKS];
 static char *stacks;
-static block *now;   /* whose turn it is */
+static block *now; /* whose turn it is */
 static fiber *self;
 static jmp_buf scheduler;
-static bool active;  /* somebody did more than sleep */
+static bool active; /* somebody did more than sleep */
 static struct {
     emu_kernel call;
     const void *kernel, *arg;
@@ -157,8 +157,8 @@ static void stuck(const block *b) {
         line[b->thread[i].is] = b->thread[i].line;
     }
     emu_die("block %u: %d threads wait at the barrier of line %d, %d in the shuffle of line %d, "
-            "and %d have returned", b->index, n[BARRIER], line[BARRIER], n[SHUFFLE], line[SHUFFLE],
-            n[DONE]);
+            "and %d have returned",
+            b->index, n[BARRIER], line[BARRIER], n[SHUFFLE], line[SHUFFLE], n[DONE]);
 }
 
 /* One turn for each thread of b that may run. */
@@ -184,8 +184,8 @@ void emu_run(emu_kernel call, const void *kernel, const void *arg, dim3 grid, di
                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (stacks == MAP_FAILED) emu_die("no memory for stacks");
     if (__stop_emu_shared - __start_emu_shared > SHARED) emu_die("too much shared memory");
-    if (block.x > THREADS || block.x % WARP || (block.x & (block.x - 1)) || block.y * block.z != 1 ||
-        grid.y * grid.z != 1)
+    if (block.x > THREADS || block.x % WARP || (block.x & (block.x - 1)) ||
+        block.y * block.z != 1 || grid.y * grid.z != 1)
         emu_die("a launch of this shape is not emulated");
     blockDim = block;
     gridDim = grid;

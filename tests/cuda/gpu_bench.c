@@ -63,8 +63,13 @@ static int bench_format(int32_t device, int64_t l2, double copy, int32_t dtype, 
     const bool tiny = emu_calls != NULL;
     const int32_t pairs = tiny ? 4 : PAIRS, few = tiny ? 2 : 8, H = tiny ? 64 : 2048,
                   W = tiny ? 64 : 512;
-    gpu_case c = {.dtype = dtype, .scale = scale, .hidden = H, .width = W, .tokens = 8,
-                  .experts = 1, .in = UNIT};
+    gpu_case c = {.dtype = dtype,
+                  .scale = scale,
+                  .hidden = H,
+                  .width = W,
+                  .tokens = 8,
+                  .experts = 1,
+                  .in = UNIT};
     gpu_run r;
     gpu_make(&c, &r);
     const int64_t bytes = r.shape.bytes, slots = 8 * l2 / bytes + 1;
@@ -102,8 +107,7 @@ int gpu_bench(int32_t device) {
     }
     const int64_t l2 = yard_l2(device), copy = emu_calls ? 1 << 16 : 1 << 30;
     printf("%s, capability %d.%d, L2 %.1f MB, driver %d, runtime %d\n", info.name,
-           info.capability / 10, info.capability % 10, (double)l2 / 1e6, info.driver,
-           info.runtime);
+           info.capability / 10, info.capability % 10, (double)l2 / 1e6, info.driver, info.runtime);
     if (emu_calls) printf("AN EMULATION: sizes are tiny and the figures mean nothing\n");
     const double t = yard_copy(device, copy);
     const double rate = 2.0 * (double)copy / t;

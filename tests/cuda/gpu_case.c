@@ -28,10 +28,14 @@ void gpu_case_name(const gpu_case *c, char *out, size_t size) {
 static mci_mat matrix(gpu_run *r, int32_t i, int which) {
     const gpu_case *c = &r->c;
     kcase *k = &r->from[3 * i + which];
-    *k = (kcase){.n = {which < 2 ? c->width : c->hidden, which < 2 ? c->hidden : c->width, 0, i,
-                       which},
-                 .dtype = c->dtype, .scale = c->scale, .in = c->in,
-                 .block = c->dtype == MC_F8E4M3 ? 128 : c->dtype == MC_F4E2M1 ? 32 : 64};
+    *k = (kcase){
+        .n = {which < 2 ? c->width : c->hidden, which < 2 ? c->hidden : c->width, 0, i, which},
+        .dtype = c->dtype,
+        .scale = c->scale,
+        .in = c->in,
+        .block = c->dtype == MC_F8E4M3   ? 128
+                 : c->dtype == MC_F4E2M1 ? 32
+                                         : 64};
     mci_mat m = case_weights(k);
     if (k->failed) want(INT64_MAX, 1);
     uint8_t *data = (uint8_t *)k->buf[2] + (m.data - (const uint8_t *)k->buf[2]);
@@ -75,8 +79,12 @@ void gpu_free(gpu_run *r) {
 }
 
 mci_gpu_room gpu_room(const gpu_run *r) {
-    return (mci_gpu_room){.slots = r->c.slots, .slot_bytes = r->shape.bytes, .tokens = r->c.tokens,
-                          .rows = r->rows, .items = r->c.experts, .hidden = r->c.hidden,
+    return (mci_gpu_room){.slots = r->c.slots,
+                          .slot_bytes = r->shape.bytes,
+                          .tokens = r->c.tokens,
+                          .rows = r->rows,
+                          .items = r->c.experts,
+                          .hidden = r->c.hidden,
                           .vector_in = mci_slot_vector(r->c.dtype, r->c.hidden),
                           .vector_act = mci_slot_vector(r->c.dtype, r->c.width)};
 }

@@ -12,7 +12,7 @@ typedef struct gpu_case {
 
 typedef struct gpu_run {
     gpu_case c;
-    kcase *from;          /* 3 an expert: who owns its weights */
+    kcase *from; /* 3 an expert: who owns its weights */
     mci_mat (*m)[3];
     mci_slot_shape shape;
     mci_gpu_item *item;

@@ -23,8 +23,8 @@ static const int32_t formats[][2] = {
 static const int32_t shapes[][2] = {
     /* hidden, width: one piece; more than one tile; partial blocks and pieces; a piece and a
      * column; single columns; more tiles than tokens; more than 4 pieces */
-    {64, 64},   {512, 128}, {24, 136}, {200, 144}, {129, 257}, {1, 1},
-    {300, 65},  {63, 33},   {72, 384}, {1184, 72},
+    {64, 64}, {512, 128}, {24, 136}, {200, 144}, {129, 257},
+    {1, 1},   {300, 65},  {63, 33},  {72, 384},  {1184, 72},
 };
 static const int32_t tokens[] = {1, 2, 3, 8, 9, 17};
 #define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
@@ -54,15 +54,23 @@ static void check_table(void) {
         for (int s = 0; s < COUNT(shapes); s++)
             for (int k = 0; k < combos; k++) {
                 if ((k + 5 * s + 3 * f) % 7) continue;
-                const gpu_case c = {.dtype = formats[f][0], .scale = formats[f][1],
-                                    .hidden = shapes[s][0], .width = shapes[s][1],
-                                    .tokens = tokens[k / 8], .experts = k % 8 / 4 ? 5 : 1,
+                const gpu_case c = {.dtype = formats[f][0],
+                                    .scale = formats[f][1],
+                                    .hidden = shapes[s][0],
+                                    .width = shapes[s][1],
+                                    .tokens = tokens[k / 8],
+                                    .experts = k % 8 / 4 ? 5 : 1,
                                     .in = (fill)(k % 4)};
                 if ((int64_t)c.hidden * c.width * c.tokens * c.experts < 400000) check_case(&c);
             }
     for (int f = 0; f < COUNT(formats); f++) { /* rows of more than 4 pieces of each format */
-        gpu_case c = {.dtype = formats[f][0], .scale = formats[f][1], .hidden = 2048,
-                      .width = 80, .tokens = 1, .experts = 1, .in = UNIT};
+        gpu_case c = {.dtype = formats[f][0],
+                      .scale = formats[f][1],
+                      .hidden = 2048,
+                      .width = 80,
+                      .tokens = 1,
+                      .experts = 1,
+                      .in = UNIT};
         check_case(&c);
         c.hidden = 80;
         c.width = 2000;
@@ -92,8 +100,13 @@ static uint8_t *data_of(gpu_run *r, int which) {
 /* Row i of down is code i and zeros, so the outputs are all codes times one number. */
 static void check_codes(void) {
     for (int f = 0; f < 2; f++) {
-        const gpu_case c = {.dtype = f ? MC_F4E2M1 : MC_F8E4M3, .scale = MC_F8E8M0, .hidden = 256,
-                            .width = 32, .tokens = 2, .experts = 1, .in = UNIT};
+        const gpu_case c = {.dtype = f ? MC_F4E2M1 : MC_F8E4M3,
+                            .scale = MC_F8E8M0,
+                            .hidden = 256,
+                            .width = 32,
+                            .tokens = 2,
+                            .experts = 1,
+                            .in = UNIT};
         gpu_run r;
         gpu_make(&c, &r);
         uint8_t *down = data_of(&r, 2);
@@ -109,8 +122,13 @@ static void check_codes(void) {
 /* Outputs that are -0, as products of 140 columns underflow; columns past them must not make them
  * +0. act = silu(gate) up is 64 * 2^-146 for 128 columns and about 1 * 2^-149 for 12. */
 static void check_negative_zero(void) {
-    const gpu_case c = {.dtype = MC_F8E4M3, .scale = MC_F32, .hidden = 40, .width = 140,
-                        .tokens = 9, .experts = 1, .in = UNIT};
+    const gpu_case c = {.dtype = MC_F8E4M3,
+                        .scale = MC_F32,
+                        .hidden = 40,
+                        .width = 140,
+                        .tokens = 9,
+                        .experts = 1,
+                        .in = UNIT};
     gpu_run r;
     gpu_make(&c, &r);
     for (int w = 0; w < 3; w++) {
@@ -136,10 +154,47 @@ static void check_negative_zero(void) {
     gpu_free(&r);
 }
 
+/* The same of MXFP4, where whole blocks follow the columns: act is 2^-149 everywhere, a block's sum
+ * -4 * 2^-149, and -0 when it is scaled by 2^-4. */
+static void check_negative_zero_f4(void) {
+    const gpu_case c = {.dtype = MC_F4E2M1,
+                        .scale = MC_F8E8M0,
+                        .hidden = 40,
+                        .width = 64,
+                        .tokens = 3,
+                        .experts = 1,
+                        .in = UNIT};
+    gpu_run r;
+    gpu_make(&c, &r);
+    for (int w = 0; w < 3; w++) {
+        memset(data_of(&r, w), w < 2 ? 0 : 0xaa, 64 * 20); /* -1 */
+        uint8_t *scale = r.from[w].buf[3];
+        memset(scale + (r.m[0][w].scale - scale), w < 2 ? 127 : 123, w < 2 ? 64 * 2 : 40 * 2);
+    }
+    for (int i = 0; i < 64; i++) {
+        data_of(&r, 0)[i * 20] = 0x02; /* column 0: 1 */
+        data_of(&r, 1)[i * 20] = 0x20; /* column 1: 1 */
+    }
+    memset(r.x, 0, 3 * 40 * 4);
+    for (int t = 0; t < 3; t++) {
+        r.x[t * 40] = 1.25f;
+        r.x[t * 40 + 1] = 0x1p-149f;
+    }
+    check_run(&r, "negative zero of MXFP4");
+    for (int i = 0; i < 3 * 40; i++)
+        CHECK(mci_bits(r.got[i]) == 0x80000000u, "negative zero of MXFP4: %a", (double)r.got[i]);
+    gpu_free(&r);
+}
+
 /* NaN codes are found wherever they are, and no scale or other code is taken for one. */
 static void check_nan(void) {
-    const gpu_case c = {.dtype = MC_F8E4M3, .scale = MC_F8E8M0, .hidden = 200, .width = 136,
-                        .tokens = 1, .experts = 1, .in = WIDE};
+    const gpu_case c = {.dtype = MC_F8E4M3,
+                        .scale = MC_F8E8M0,
+                        .hidden = 200,
+                        .width = 136,
+                        .tokens = 1,
+                        .experts = 1,
+                        .in = WIDE};
     gpu_run r;
     gpu_make(&c, &r);
     uint8_t *slot = test_alloc((size_t)r.shape.bytes);
@@ -157,13 +212,24 @@ static void check_nan(void) {
 
 /* What the kernels do not multiply has no slot; parts of a slot lie one after the other. */
 static void check_shapes(void) {
-    static const mci_mat ok[3] = {
-        {.rows = 64, .cols = 300, .dtype = MC_INT4, .scale_dtype = MC_F16, .block_rows = 1,
-         .block_cols = 64},
-        {.rows = 64, .cols = 300, .dtype = MC_INT4, .scale_dtype = MC_F16, .block_rows = 1,
-         .block_cols = 64},
-        {.rows = 300, .cols = 64, .dtype = MC_INT4, .scale_dtype = MC_F16, .block_rows = 1,
-         .block_cols = 64}};
+    static const mci_mat ok[3] = {{.rows = 64,
+                                   .cols = 300,
+                                   .dtype = MC_INT4,
+                                   .scale_dtype = MC_F16,
+                                   .block_rows = 1,
+                                   .block_cols = 64},
+                                  {.rows = 64,
+                                   .cols = 300,
+                                   .dtype = MC_INT4,
+                                   .scale_dtype = MC_F16,
+                                   .block_rows = 1,
+                                   .block_cols = 64},
+                                  {.rows = 300,
+                                   .cols = 64,
+                                   .dtype = MC_INT4,
+                                   .scale_dtype = MC_F16,
+                                   .block_rows = 1,
+                                   .block_cols = 64}};
     mci_slot_shape s;
     mci_mat m[3];
     CHECK(mci_slot_of(ok, &s), "int4 by 64");
@@ -192,8 +258,13 @@ static void check_shapes(void) {
 
 /* An expert that begins more than 4 GiB into the slots. */
 static void check_far(void) {
-    const gpu_case c = {.dtype = MC_INT4, .scale = MC_F16, .hidden = 300, .width = 65, .tokens = 2,
-                        .experts = 2, .in = UNIT};
+    const gpu_case c = {.dtype = MC_INT4,
+                        .scale = MC_F16,
+                        .hidden = 300,
+                        .width = 65,
+                        .tokens = 2,
+                        .experts = 2,
+                        .in = UNIT};
     gpu_run r;
     mc_error err = {0};
     mci_gpu *g = NULL;
@@ -240,8 +311,10 @@ static void *upload_all(void *arg) {
 
 static void check_again(void) {
     const gpu_case cases[] = {
-        {MC_INT4, MC_F16, 300, 144, 9, 3, UNIT, 0}, {MC_F8E4M3, MC_F32, 72, 136, 1, 4, UNIT, 0},
-        {MC_F4E2M1, MC_F8E8M0, 200, 65, 17, 2, UNIT, 0}, {MC_F8E4M3, MC_BF16, 129, 64, 3, 5, UNIT, 0},
+        {MC_INT4, MC_F16, 300, 144, 9, 3, UNIT, 0},
+        {MC_F8E4M3, MC_F32, 72, 136, 1, 4, UNIT, 0},
+        {MC_F4E2M1, MC_F8E8M0, 200, 65, 17, 2, UNIT, 0},
+        {MC_F8E4M3, MC_BF16, 129, 64, 3, 5, UNIT, 0},
     };
     gpu_run r[4];
     mci_gpu_room room = {0};
@@ -260,7 +333,8 @@ static void check_again(void) {
         room.vector_act = MCI_MAX(room.vector_act, one.vector_act);
     }
     uploads u = {.r = &r[0], .at = (int32_t)room.slots - 2};
-    int rc = gpu_api()->open(device, &room, &u.g, &err);
+    /* not the device that a new thread has at first */
+    int rc = gpu_api()->open(emu_devices ? 1 : device, &room, &u.g, &err);
     CHECK(rc == MC_OK, "%s", err.message);
     if (rc) return;
     for (int i = 0; i < 4; i++) { /* each leaves its experts in slots of its own */
@@ -302,6 +376,7 @@ int main(int argc, char **argv) {
     if (small) return test_end();
     check_table();
     check_codes();
+    check_negative_zero_f4();
     check_nan();
     check_shapes();
     check_far();

@@ -6,8 +6,13 @@
 
 enum { INVALID = 1, MEMORY = 2, LOST = 719 }; /* cudaError... */
 
-static const gpu_case small = {.dtype = MC_F8E4M3, .scale = MC_BF16, .hidden = 40, .width = 72,
-                               .tokens = 2, .experts = 3, .in = UNIT};
+static const gpu_case small = {.dtype = MC_F8E4M3,
+                               .scale = MC_BF16,
+                               .hidden = 40,
+                               .width = 72,
+                               .tokens = 2,
+                               .experts = 3,
+                               .in = UNIT};
 
 static bool one_line(const mc_error *e, int code) {
     return e->code == code && e->message[0] && !strchr(e->message, '\n');
@@ -61,8 +66,8 @@ static void check_lost(gpu_run *r) {
         if (when == 3) emu_lose(1);
         if (rc >= 0) gpu_input(r, g);
         if (rc >= 0)
-            rc = api->run(g, &r->shape, r->item, r->c.experts, r->token, r->rows, r->c.tokens,
-                          &err);
+            rc =
+                api->run(g, &r->shape, r->item, r->c.experts, r->token, r->rows, r->c.tokens, &err);
         if (when >= 4) emu_lose(1);
         if (rc >= 0) rc = api->ran(g, when == 4, &out, &err);
         CHECK(rc == MC_ESYS && one_line(&err, rc), "lost %d: %d: %s", when, rc, err.message);

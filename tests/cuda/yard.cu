@@ -67,6 +67,4 @@ int64_t yard_l2(int device) {
 }
 double yard_copy(int device, int64_t bytes) { return measure(device, 0, false, 0, bytes); }
 double yard_upload(int device, int64_t bytes) { return measure(device, bytes, false, 0, 0); }
-double yard_empty(int device, int64_t in, int64_t out) {
-    return measure(device, in, true, out, 0);
-}
+double yard_empty(int device, int64_t in, int64_t out) { return measure(device, in, true, out, 0); }
