@@ -9,7 +9,7 @@
  * calls more than its holder has, who is the least recently used. So
  *
  *   - what is called once never crosses the bus (but where after is 1 or 2),
- *   - holders that are called no more count 0 soon, and the designed threshold is what they cost,
+ *   - holders that are called no more count 0 soon: then a newcomer needs just `after` calls,
  *   - items that are called about as often as each other never push each other out in turns.
  *
  * Both differences from a bare threshold come from replays (docs/performance.md): with free slots

@@ -10,7 +10,8 @@
 
 typedef struct mci_hot mci_hot;
 
-/* after (1..window): calls that earn a slot; window: 1..32. mem may be NULL (plain malloc without
+/* after (1..window): calls that an item needs beyond those of the one that leaves for it; one less,
+ * at least 1, where a slot is free. window: 1..32. mem may be NULL (plain malloc without
  * accounting). MC_EINVAL: anything else. */
 int mci_hot_create(mci_mem *mem, int32_t n_layer, int32_t n_expert, int64_t slots, int32_t after,
                    int32_t window, mci_hot **out, mc_error *err);

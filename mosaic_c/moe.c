@@ -1,10 +1,10 @@
 /* moe.c - the MLP of a layer: router, top-k, routed experts from the store, shared expert, combine.
  *
- * Order of work: route all tokens; hand the experts that lie in VRAM to the GPU; ask the store for
- * the union of the others, which starts the reads; compute the shared expert and the cached experts
- * while they run, then each expert as it arrives. Outputs wait in rows (token, rank) and are summed
- * at the end by ascending expert id, so neither the caches nor the order of arrival can change a
- * bit. */
+ * Order of work: route all tokens; ask the store for the union of their experts but those in VRAM,
+ * which starts the reads; hand those in VRAM to the GPU; compute the shared expert and the cached
+ * experts while both run, then each expert as it arrives. Outputs wait in rows (token, rank) and
+ * are summed at the end by ascending expert id, so neither the caches nor the order of arrival can
+ * change a bit. */
 #include <math.h>
 #include <stdlib.h>
 
@@ -146,8 +146,8 @@ typedef struct moe_ctx {
     const int32_t *forced; /* (T, k) or NULL */
     int32_t *ids;   /* (T, k), best first */
     float *weight;  /* (T, k) */
-    int32_t *line;  /* (n_line) distinct experts by first appearance, from n_cold on those in VRAM */
-    int32_t *place; /* (E) index in line, -1: not wanted */
+    int32_t *line;  /* (n_line) distinct experts by first appearance; from n_cold on: in VRAM */
+    int32_t *place; /* (E) rows of an expert, then its index in line */
     int32_t *start; /* (n_line + 1) into pairs */
     int32_t *pairs; /* (T * k) token * k + rank, grouped by place in line */
     int32_t n_line, n_cold;

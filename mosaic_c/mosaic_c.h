@@ -364,17 +364,22 @@ int mc_store_open(mc_store *s, int64_t slots, int32_t ahead, mc_error *err);
  * CPU gives. After the last mc_moe_create and before mc_store_open, which then has MC_TIER_SLABS
  * slabs more (an expert is copied from its slab, by a thread of the tier). When the device fails
  * later (memory, lost) the tier is given up and everything runs on the CPU: stats.gpu_note. A step
- * that waits for it just then ends with MC_ESYS. MC_EINVAL: no expert is of a format that it
- * multiplies; MC_ENOMEM, MC_ESYS, MC_ERANGE: as mc_gpu_probe; the store stays as it was. */
+ * that waits for it just then ends with MC_ESYS. MC_EINVAL: no layer's experts are of a format that
+ * it multiplies, or numbers out of range; MC_EBUDGET: no VRAM for one expert, or no budget for the
+ * pinned memory; MC_ENOMEM, MC_ESYS, MC_ERANGE: as mc_gpu_probe. The store stays as it was then,
+ * and without a tier where mc_store_open fails. The current CUDA device of the calling thread
+ * changes. */
 typedef struct mc_tier_opts {
     int32_t device;
-    int32_t after, window; /* an expert called so often in so many tokens (1..32) is hot */
+    /* calls in the last `window` tokens (1..32) that an expert needs beyond those of the one that
+     * leaves for it; one less where a slot is free */
+    int32_t after, window;
     int64_t bytes;         /* of VRAM, work space included */
 } mc_tier_opts;
 enum { MC_TIER_SLABS = 2 };
 int mc_store_tier(mc_store *s, const mc_tier_opts *o, mc_error *err);
-/* VRAM of a slot for the largest of n experts of one layer; 0: the GPU multiplies none of them.
- * Pure. */
+/* VRAM of a slot for an expert of a layer of n; 0: the GPU does not multiply all of them (other
+ * formats, or not one for all). Pure. */
 int64_t mc_tier_slot(const mc_expert *experts, int64_t n, mc_error *err);
 /* VRAM of the work space beside slots of slot_bytes, for layers of at most this size; *host: pinned
  * memory of this process. Pure. */

@@ -49,6 +49,7 @@ enum { OUT = -1, PARKED = -2 }; /* pos of an item that is not held; held but not
 enum { HALF_LIFE = 16 };        /* tokens */
 #define TOUCH 0x1p32            /* a touch at the start of a half-life */
 #define WORTH 0x1p32            /* a share of 1; prices of 2^31 * n_expert tokens fit */
+#define ELSEWHERE (-0x1p62)     /* below all that is worth something */
 #define AHEAD 8                 /* of how long experts stay, this part is looked ahead */
 #define MISS_FADE 0x1.f50765b6e4540p-1 /* 2^(-1/32) */
 
@@ -66,6 +67,10 @@ struct mci_policy {
     uint64_t *served;         /* auto only: (n_layer) price of a slot up to its latest line */
     uint64_t paid, price;     /* auto only: up to this token; for a line of it */
     double misses, of_tokens; /* auto only: misses in so many tokens, both fading */
+    const bool *elsewhere;    /* auto only, of the line to come: mci_policy_elsewhere */
+    const int32_t *called;
+    int32_t n_called;
+    int32_t *whole;           /* auto only: (n_expert) all ids of a line */
 };
 
 const char *mci_policy_name(int kind) {
@@ -95,7 +100,8 @@ static bool table_bytes(int kind, int32_t n_layer, int32_t n_expert, int64_t *by
         return false;
     *bytes = (int64_t)sizeof(mci_policy) + items * (8 + 8 + 4 + 4) + groups * (4 + 4);
     if (kind == MC_POLICY_AUTO)
-        *bytes += mci_forecast_bytes(n_layer, n_expert) + n_layer * (int64_t)sizeof(uint64_t);
+        *bytes += mci_forecast_bytes(n_layer, n_expert) + n_layer * (int64_t)sizeof(uint64_t) +
+                  n_expert * (int64_t)sizeof(int32_t);
     return true;
 }
 
@@ -137,6 +143,8 @@ int mci_policy_create(mci_mem *mem, int kind, int32_t n_layer, int32_t n_expert,
     if (kind == MC_POLICY_AUTO) { /* the tables before are a multiple of 8 bytes */
         p->served = (uint64_t *)(p->group_held + p->n_group);
         p->forecast = mci_forecast_init(p->served + n_layer, n_layer, n_expert);
+        p->whole = (int32_t *)((uint8_t *)(p->served + n_layer) +
+                               mci_forecast_bytes(n_layer, n_expert));
     }
     *out = p;
     return MC_OK;
@@ -259,8 +267,14 @@ static void set_key(mci_policy *p, int64_t item, uint64_t weight, int64_t next_u
 
 /* auto: new keys for the layer, then the line's misses against all that is held. */
 static void auto_line(mci_policy *p, int32_t layer, const int32_t *ids, int32_t n, mci_touch *out) {
-    if (n < 1) return;
-    const double *share = mci_forecast_line(p->forecast, layer, ids, n);
+    const bool *elsewhere = p->elsewhere;
+    const int32_t all = n + p->n_called;
+    if (n) memcpy(p->whole, ids, (size_t)n * sizeof *ids);
+    if (p->n_called) memcpy(p->whole + n, p->called, (size_t)p->n_called * sizeof *ids);
+    p->elsewhere = NULL;
+    p->n_called = 0;
+    if (all < 1) return;
+    const double *share = mci_forecast_line(p->forecast, layer, p->whole, all);
     int64_t base = (int64_t)layer * p->n_expert;
     for (int32_t i = 0; i < n; i++) {
         int32_t at = p->pos[base + ids[i]];
@@ -270,8 +284,10 @@ static void auto_line(mci_policy *p, int32_t layer, const int32_t *ids, int32_t 
     }
     p->served[layer] = p->paid + p->price * (uint64_t)layer;
     uint64_t zero = (UINT64_C(1) << 63) - p->served[layer];
-    for (int32_t e = 0; e < p->n_expert; e++)
-        p->major[base + e] = zero + (uint64_t)(int64_t)(share[e] * WORTH);
+    for (int32_t e = 0; e < p->n_expert; e++) {
+        const double worth = elsewhere && elsewhere[e] ? ELSEWHERE : share[e] * WORTH;
+        p->major[base + e] = zero + (uint64_t)(int64_t)worth;
+    }
     heapify(p, layer);
     for (int32_t i = 0; i < n; i++) {
         int32_t item = (int32_t)(base + ids[i]);
@@ -306,6 +322,12 @@ static void auto_token(mci_policy *p) {
     p->price = (uint64_t)((1 - far) * WORTH / (double)p->items);
     p->misses *= MISS_FADE;
     p->of_tokens = p->of_tokens * MISS_FADE + 1;
+}
+
+void mci_policy_elsewhere(mci_policy *p, const bool *held, const int32_t *called, int32_t n) {
+    p->elsewhere = held;
+    p->called = called;
+    p->n_called = p->kind == MC_POLICY_AUTO ? n : 0;
 }
 
 void mci_policy_line(mci_policy *p, int32_t layer, const int32_t *ids, int32_t n,

@@ -6,7 +6,8 @@
  * first; an expert that a later one of the same line pushes out, or that gets no slot, is computed
  * from its slab and the slab is freed when it is done. A slab is never reused while pinned.
  *
- * Experts that are held in VRAM (tier.h) are none of the store's: they are not part of its lines. */
+ * Experts that are held in VRAM (tier.h) are none of the store's: they are not part of its lines.
+ */
 #ifndef MCI_STORE_H
 #define MCI_STORE_H
 #include "tier.h"
@@ -52,7 +53,7 @@ void *mci_store_peer(const mc_store *s, int32_t layer);
  */
 bool mci_store_ahead(const mc_store *s);
 /* Between lines: starts to read an expert that the next line of `layer` may need, unless it is
- * held, here or in VRAM. A guess never changes what the cache holds; one that the next line does not name is
- * dropped, whatever its layer. false: no slab is left. */
+ * held, here or in VRAM. A guess never changes what the cache holds; one that the next line does
+ * not name is dropped, whatever its layer. false: no slab is left. */
 bool mci_store_foresee(mc_store *s, int32_t layer, int32_t expert);
 #endif

@@ -142,6 +142,12 @@ int mci_store_begin(mc_store *s, int32_t layer, const int32_t *ids, int32_t n, m
     s->layer = layer;
     s->n_line = n;
     s->next_wait = s->ready_head = s->ready_tail = 0;
+    if (s->tier) {
+        const int32_t *hot;
+        int32_t n_hot;
+        const bool *held = mci_tier_line(s->tier, &hot, &n_hot);
+        mci_policy_elsewhere(s->policy, held, hot, n_hot);
+    }
     mci_policy_line(s->policy, layer, ids, n, NULL, s->touch);
     for (int32_t i = 0; i < n; i++) {
         const mci_touch *t = &s->touch[i];
@@ -206,7 +212,7 @@ int mci_store_next(mc_store *s, mci_expert_view *out, int32_t max, bool wait, mc
 /* Its slab holds it for as long as nobody gives it back. */
 static void offer(mc_store *s, const entry *en) {
     mci_mat m[3];
-    if (!s->tier) return;
+    if (!s->tier || !mci_tier_wants(s->tier, en->expert)) return;
     mci_experts_mats(&s->layers[s->layer], en->expert, mci_slabs_at(&s->slabs, en->slab), false, m);
     mci_tier_offer(s->tier, en->expert, m, en->slab);
 }

@@ -9,9 +9,8 @@
 
 enum {
     NONE = -1,
-    BATCH = 64 /* tokens of a call: more would only need more work space */
+    BATCH = 128 /* tokens of a call: more read weights less often and pin more memory */
 };
-#define SPIN_S 50e-6
 
 /* of an item; NEVER: a weight that the kernels do not multiply by */
 enum { ABSENT, LOADING, HELD, NEVER };
@@ -33,9 +32,10 @@ struct mci_tier {
     int32_t *free;         /* (slots) stack */
     int64_t n_free;
     uint8_t *state; /* (n_layer * n_expert) */
+    bool *held;     /* (n_layer * n_expert) state is HELD */
 
     /* the line */
-    int32_t layer;
+    int32_t layer, n_hot;
     mci_products line;
     int64_t next_tok; /* of the line, not yet begun */
     bool running;
@@ -90,16 +90,14 @@ int64_t mc_tier_slot(const mc_expert *experts, int64_t n, mc_error *err) {
 static mci_gpu_room room_for(int32_t hidden, int32_t width, int32_t top_k, int64_t max_tok,
                              int64_t slot_bytes) {
     const int32_t tokens = (int32_t)MCI_MIN(max_tok, BATCH);
-    mci_gpu_room r = {.slot_bytes = slot_bytes,
-                      .tokens = tokens,
-                      .rows = tokens * top_k,
-                      .items = tokens * top_k,
-                      .hidden = hidden};
-    for (int dtype = 0; dtype < MC_F8E8M0; dtype++) { /* whichever it is */
-        r.vector_in = MCI_MAX(r.vector_in, mci_slot_vector(dtype, hidden));
-        r.vector_act = MCI_MAX(r.vector_act, mci_slot_vector(dtype, width));
-    }
-    return r;
+    return (mci_gpu_room){.slot_bytes = slot_bytes,
+                          .tokens = tokens,
+                          .rows = tokens * top_k,
+                          .items = tokens * top_k,
+                          .hidden = hidden,
+                          /* of MXFP4, the widest of all formats */
+                          .vector_in = mci_slot_vector(MC_F4E2M1, hidden),
+                          .vector_act = mci_slot_vector(MC_F4E2M1, width)};
 }
 
 int64_t mc_tier_work(int32_t hidden, int32_t width, int32_t top_k, int64_t max_tok,
@@ -123,7 +121,7 @@ static int alloc_tables(mci_tier *t, mc_error *err) {
     const int64_t items = (int64_t)t->n_layer * t->n_expert, L = t->n_layer, E = t->n_expert;
     const int64_t rows = t->room.rows, slots = t->room.slots;
     t->table_bytes = L * (int64_t)sizeof *t->shape + E * (int64_t)(sizeof *t->item + 4) +
-                     (items + slots + 2 * rows) * 4 + items;
+                     (items + slots + 2 * rows) * 4 + 2 * items;
     int rc = mci_alloc(&t->e->mem, MC_MEM_META, t->table_bytes, "tier table", &t->tables, err);
     if (rc < 0) return rc;
     t->shape = t->tables;
@@ -134,6 +132,7 @@ static int alloc_tables(mci_tier *t, mc_error *err) {
     t->token = t->free + slots;
     t->pair = t->token + rows;
     t->state = (uint8_t *)(t->pair + rows);
+    t->held = (bool *)(t->state + items);
     for (int64_t i = 0; i < items; i++) t->slot_of[i] = NONE;
     for (int64_t i = slots; i-- > 0;) t->free[t->n_free++] = (int32_t)i;
     return MC_OK;
@@ -172,7 +171,8 @@ static int plan(mci_tier *t, const mc_tier_opts *o, const mci_experts *x, int32_
     if (o->bytes < work + slot)
         return mci_fail(err, MC_EBUDGET, 0,
                         "GPU tier: %lld bytes of VRAM given, one expert and the work space take "
-                        "%lld", (long long)o->bytes, (long long)(work + slot));
+                        "%lld",
+                        (long long)o->bytes, (long long)(work + slot));
     t->room.slots = MCI_MIN(slots, experts);
     t->e->stats.gpu_vram = work + t->room.slots * slot;
     return MC_OK;
@@ -255,12 +255,15 @@ static void collect(mci_tier *t) {
     mc_error failed = {0};
     for (mci_upload u; t->gpu && mci_uploads_take(t->uploads, &u);) {
         mci_slabs_let(t->slabs, u.slab);
-        t->state[u.item] = u.result == MCI_UPLOAD_REFUSED ? NEVER : HELD;
         if (u.result == MCI_UPLOAD_DONE) {
+            t->state[u.item] = HELD;
+            t->held[u.item] = true;
             st->gpu_promotions++;
+            st->gpu_held++;
             st->gpu_bytes_up += u.shape->bytes;
             continue;
         }
+        t->state[u.item] = u.result == MCI_UPLOAD_REFUSED ? NEVER : ABSENT;
         mci_hot_drop(t->hot, u.item);
         t->free[t->n_free++] = u.slot;
         t->slot_of[u.item] = NONE;
@@ -279,23 +282,30 @@ int32_t mci_tier_split(mci_tier *t, int32_t layer, int32_t *ids, int32_t n) {
     int32_t cold = 0, hot = 0;
     if (t->gpu) collect(t);
     t->layer = layer;
+    t->n_hot = 0;
     if (!t->gpu || !t->shape[layer].bytes) return n;
-    const uint8_t *state = t->state + (int64_t)layer * t->n_expert;
+    const bool *held = t->held + (int64_t)layer * t->n_expert;
     mci_hot_line(t->hot, layer, ids, n);
     for (int32_t i = 0; i < n; i++) {
-        if (state[ids[i]] == HELD)
+        if (held[ids[i]])
             t->at[hot++] = ids[i];
         else
             ids[cold++] = ids[i];
     }
     memcpy(ids + cold, t->at, (size_t)hot * sizeof *ids);
+    t->n_hot = hot;
     t->e->stats.gpu_hits += hot;
-    t->e->stats.gpu_held = mci_hot_held(t->hot);
     return cold;
 }
 
 bool mci_tier_holds(const mci_tier *t, int32_t layer, int32_t expert) {
-    return t->gpu && t->state[(int64_t)layer * t->n_expert + expert] == HELD;
+    return t->gpu && t->held[(int64_t)layer * t->n_expert + expert];
+}
+
+const bool *mci_tier_line(const mci_tier *t, const int32_t **ids, int32_t *n) {
+    *ids = t->at;
+    *n = t->n_hot;
+    return t->gpu ? t->held + (int64_t)t->layer * t->n_expert : NULL;
 }
 
 /* Begins the rows of the next BATCH tokens that have any; 0: none is left. */
@@ -352,23 +362,14 @@ int mci_tier_run(mci_tier *t, const mci_products *line, mc_error *err) {
     return rc < 0 ? rc : MC_OK;
 }
 
-/* Waits, at first by looking: to be woken takes longer than most lines have left. */
-static int wait_for(mci_tier *t, const float **rows, mc_error *err) {
-    const double t0 = mci_now();
-    int rc;
-    do rc = t->api->ran(t->gpu, false, rows, err);
-    while (rc == 0 && mci_now() - t0 < SPIN_S);
-    if (rc == 0) rc = t->api->ran(t->gpu, true, rows, err);
-    t->e->stats.gpu_wait_s += mci_now() - t0;
-    return rc;
-}
-
 int mci_tier_step(mci_tier *t, bool wait, mc_error *err) {
     const int32_t hidden = t->shape[t->layer].hidden;
     while (t->running) {
         const float *rows;
         mc_error own;
-        int rc = wait ? wait_for(t, &rows, &own) : t->api->ran(t->gpu, false, &rows, &own);
+        const double t0 = mci_now();
+        int rc = t->api->ran(t->gpu, wait, &rows, &own);
+        if (wait) t->e->stats.gpu_wait_s += mci_now() - t0;
         if (rc == 0) return 0;
         if (rc < 0) {
             if (err) *err = own;
@@ -392,24 +393,34 @@ static bool may_leave(const mci_tier *t, int64_t item) {
     return true;
 }
 
+bool mci_tier_wants(const mci_tier *t, int32_t expert) {
+    const int64_t item = (int64_t)t->layer * t->n_expert + expert;
+    int64_t victim;
+    return t->gpu && t->shape[t->layer].bytes && t->state[item] == ABSENT &&
+           mci_hot_wants(t->hot, item, &victim) && mci_uploads_room(t->uploads);
+}
+
 void mci_tier_offer(mci_tier *t, int32_t expert, const mci_mat m[3], int32_t slab) {
     const int64_t item = (int64_t)t->layer * t->n_expert + expert;
     int64_t victim;
-    if (!t->gpu || !t->shape[t->layer].bytes || t->state[item] != ABSENT) return;
-    if (!mci_uploads_room(t->uploads) || !mci_hot_wants(t->hot, item, &victim)) return;
+    if (!mci_hot_wants(t->hot, item, &victim)) return;
     if (victim >= 0) {
         if (!may_leave(t, victim)) return;
         mci_hot_drop(t->hot, victim);
         t->free[t->n_free++] = t->slot_of[victim];
         t->slot_of[victim] = NONE;
         t->state[victim] = ABSENT;
+        t->held[victim] = false;
+        t->e->stats.gpu_held--;
         t->e->stats.gpu_evictions++;
     }
     mci_hot_put(t->hot, item);
     t->state[item] = LOADING;
     t->slot_of[item] = t->free[--t->n_free];
     mci_slabs_hold(t->slabs, slab);
-    mci_uploads_ask(t->uploads, &(mci_upload){.item = item, .slot = t->slot_of[item], .slab = slab,
+    mci_uploads_ask(t->uploads, &(mci_upload){.item = item,
+                                              .slot = t->slot_of[item],
+                                              .slab = slab,
                                               .shape = &t->shape[t->layer],
                                               .mat = {m[0], m[1], m[2]}});
 }

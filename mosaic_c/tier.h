@@ -36,13 +36,18 @@ void mci_tier_settle(mci_tier *t);
 /* A line of a layer begins, with all its distinct experts: those that the CPU computes come first,
  * both kinds in the order they had. Returns how many those are. */
 int32_t mci_tier_split(mci_tier *t, int32_t layer, int32_t *ids, int32_t n);
-/* Whether the store need not read an expert: it will be held at its next line. */
+/* Whether the GPU has an expert now. */
 bool mci_tier_holds(const mci_tier *t, int32_t layer, int32_t expert);
+/* Of the line that was split: flags of all experts that the GPU has of its layer (n_expert), and
+ * the n of the line's own among them; both until the line's products are begun. */
+const bool *mci_tier_line(const mci_tier *t, const int32_t **ids, int32_t *n);
 /* Begins the products of a line's hot experts. step: 1 when all are in `out`, 0 while they are
  * under way; wait: until they are. A failure gives up the tier. */
 int mci_tier_run(mci_tier *t, const mci_products *line, mc_error *err);
 int mci_tier_step(mci_tier *t, bool wait, mc_error *err);
-/* An expert of the line was computed by the CPU; m: its matrices, in `slab`. */
+/* An expert of the line was computed by the CPU. wants: whether it is worth an offer; m: its
+ * matrices, in `slab`. */
+bool mci_tier_wants(const mci_tier *t, int32_t expert);
 void mci_tier_offer(mci_tier *t, int32_t expert, const mci_mat m[3], int32_t slab);
 /* Ends the line in any state: nothing of it is under way. */
 void mci_tier_end(mci_tier *t);

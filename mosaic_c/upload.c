@@ -175,6 +175,7 @@ bool mci_uploads_take(mci_uploads *u, mci_upload *out) {
 void mci_uploads_wait(mci_uploads *u) {
     pthread_mutex_lock(&u->lock);
     for (int i = 0; i < MCI_GPU_STAGES; i++)
-        while (u->state[i] == ASKED || u->state[i] == COPYING) pthread_cond_wait(&u->done, &u->lock);
+        while (u->state[i] == ASKED || u->state[i] == COPYING)
+            pthread_cond_wait(&u->done, &u->lock);
     pthread_mutex_unlock(&u->lock);
 }

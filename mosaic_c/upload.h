@@ -1,5 +1,6 @@
 /* upload.h - the thread that copies experts to VRAM: from their slabs into pinned memory, in the
- * order of the GPU (slot.h), and on. One caller asks and takes; it never waits unless it says so. */
+ * order of the GPU (slot.h), and on. One caller asks and takes; it never waits unless it says so.
+ */
 #ifndef MCI_UPLOAD_H
 #define MCI_UPLOAD_H
 #include "engine.h"

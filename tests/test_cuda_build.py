@@ -1,6 +1,7 @@
 """What the build makes of MOSAIC_CUDA, of compilers and devices that are there or not, and of an nvcc that fails."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -142,9 +143,19 @@ def test_cuda_is_compiled_with_the_exact_flags_and_linked_with_its_static_runtim
 
 
 def test_an_old_nvcc_that_lists_nothing_gets_its_own_default(toolkit, tmp_path):
+    def run(command):  # whatever devices are here
+        return build.Result(None) if command[0] == "nvidia-smi" else build.run(command)
+
     toolkit.nvcc(listing="echo unknown option >&2; exit 1")
-    build.parts(toolkit.env(), tmp_path / "temp")
+    build.parts(toolkit.env(), tmp_path / "temp", run)
     assert "-gencode" not in toolkit.log.read_text()
+
+
+def test_the_tests_compile_with_the_same_flags_for_the_same_architectures():
+    text = (ROOT / "tests/c/Makefile").read_text()
+    flags = re.search(r"^NVCC_FLAGS = (.*)$", text, re.M)[1].split()
+    archs = re.search(r"^GPU_ARCHS = (.*)$", text, re.M)[1].split()
+    assert tuple(flags) == build.EXACT and tuple(map(int, archs)) == build.ARCHITECTURES
 
 
 @pytest.mark.parametrize(("body", "word"), [

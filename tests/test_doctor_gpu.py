@@ -69,8 +69,6 @@ def test_a_device(find, gpu):
 
 
 @pytest.mark.parametrize(("change", "words", "advice"), [
-    ({"driver": 11080}, "driver is too old", "CUDA 12"),
-    ({"capability": 61}, "too old, expected 7.5", "--vram 0"),
     ({"name": "emulated GPU"}, "for tests", "MOSAIC_CUDA=auto"),
 ])  # fmt: skip
 def test_a_device_that_is_no_good(find, gpu, change, words, advice):

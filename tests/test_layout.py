@@ -8,7 +8,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 C = ROOT / "mosaic_c"
-CUDA = [path for path in sorted((C / "cuda").iterdir()) if path.suffix in (".c", ".h", ".cu", ".cuh")]
+CUDA = [
+    path for path in sorted((C / "cuda").iterdir()) if path.suffix in (".c", ".h", ".cu", ".cuh")
+]
 PY = ROOT / "python" / "mosaic_c"
 # The benchmarks are linked into the extension: what holds for the engine holds for them.
 BENCH = ROOT / "tests" / "c"
@@ -108,7 +110,9 @@ def test_the_library_never_exits_prints_or_reads_the_environment(path):
 
 
 @pytest.mark.parametrize(
-    "path", sorted([*C.glob("*.[ch]"), *CUDA, *BENCH_FILES, *PY.rglob("*.py")]), ids=lambda p: p.name
+    "path",
+    sorted([*C.glob("*.[ch]"), *CUDA, *BENCH_FILES, *PY.rglob("*.py")]),
+    ids=lambda p: p.name,
 )
 def test_files_stay_small(path):
     limit = 700 if path.name == "cases.c" else 500  # the table grows with every format

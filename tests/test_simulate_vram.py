@@ -1,4 +1,4 @@
-"""`simulate --vram`: counts by hand and by a slow replay, the bars, and what it refuses."""
+"""`simulate --vram-slots`: counts by hand and by a slow replay, the bars, and what it refuses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def small(tmp_path):
 
 def test_by_hand(capsys, small):
     """0 has the slot from its second call on and serves two; 1 never has three calls more than 0."""
-    (size,) = sizes(capsys, small, "--vram", 1)
+    (size,) = sizes(capsys, small, "--vram-slots", 1)
     assert (size["slots"], size["share"], size["calls"]) == (1, 0.25, 8)
     rules = {r["rule"]: (r["loads"], r["gpu_share"] * 8, r["cut"]) for r in size["rules"]}
     assert rules == {
@@ -63,14 +63,18 @@ def test_other_thresholds(capsys, small):
         row = sizes(capsys, small, *args)[0]["rules"][-1]
         return row["rule"], row["loads"], round(row["gpu_share"] * 8)
 
-    assert hot("--vram", 1, "--hot-after", 1) == ("hot after 1", 1, 3)
-    assert hot("--vram", 2, "--hot-after", 1) == ("hot after 1", 2, 5)  # 2 has 1 call as 1 has
-    assert hot("--vram", 4) == ("hot after 3", 2, 3)  # 1 after its second call: one more
-    assert hot("--vram", 1, "--hot-after", 16) == ("hot after 16", 0, 0)
+    assert hot("--vram-slots", 1, "--hot-after", 1) == ("hot after 1", 1, 3)
+    assert hot("--vram-slots", 2, "--hot-after", 1) == (
+        "hot after 1",
+        2,
+        5,
+    )  # 2 has 1 call as 1 has
+    assert hot("--vram-slots", 4) == ("hot after 3", 2, 3)  # 1 after its second call: one more
+    assert hot("--vram-slots", 1, "--hot-after", 16) == ("hot after 16", 0, 0)
 
 
 def test_counting_after_a_warm_up(capsys, small):
-    (size,) = sizes(capsys, small, "--vram", 1, "--warm", 2)
+    (size,) = sizes(capsys, small, "--vram-slots", 1, "--warm", 2)
     on_miss, hot = size["rules"][1], size["rules"][-1]
     assert (size["calls"], on_miss["loads"], hot["loads"], hot["gpu_share"]) == (6, 3, 0, 2 / 6)
     assert size["most_share"] == 0.5  # no load, but 1 may have been there: 3 of 6
@@ -81,14 +85,14 @@ def test_nothing_to_cut(capsys, tmp_path):
     with TraceWriter(path, 1, 4, 1) as writer:
         for step in range(4):
             writer.add("decode", step, 0, [3])
-    (size,) = sizes(capsys, path, "--vram", 1, "--warm", 2)
+    (size,) = sizes(capsys, path, "--vram-slots", 1, "--warm", 2)
     hot = size["rules"][-1]
     assert (hot["cut"], hot["cut_holds"], hot["gpu_share"]) == (None, True, 1)
     (size,) = sizes(
-        capsys, path, "--vram", 1, "--warm", 1
+        capsys, path, "--vram-slots", 1, "--warm", 1
     )  # loaded where `on miss` no longer loads
     assert size["rules"][-1]["loads"] == 1 and not size["rules"][-1]["cut_holds"]
-    last = run(capsys, path, "--vram", 1, "--warm", 2).splitlines()[-1]
+    last = run(capsys, path, "--vram-slots", 1, "--warm", 2).splitlines()[-1]
     assert last.split() == ["hot", "after", "3", "0", "0.00", "-", "100.0", "%", "+0.0", "yes"]
 
 
@@ -127,7 +131,7 @@ def slow_replay(path: Path, slots: int, after: int, window: int) -> tuple[int, i
 @pytest.mark.parametrize("path", [ZIPF, UNIFORM], ids=lambda p: p.stem)
 def test_synthetic_traces(capsys, path):
     for after in (1, 3):
-        results = sizes(capsys, path, "--vram", "7,0.05,0.1,0.5,1.0", "--hot-after", after)
+        results = sizes(capsys, path, "--vram-slots", "7,0.05,0.1,0.5,1.0", "--hot-after", after)
         assert [r["slots"] for r in results] == [7, 102, 204, 1024, 2048]
         for result in results:
             hot, on_miss = result["rules"][-1], result["rules"][1]
@@ -148,7 +152,7 @@ def test_known_counts(capsys):
         UNIFORM: [(150, 63), (205, 157), (285, 298), (541, 572), (696, 625)],
     }
     for path, want in known.items():
-        results = sizes(capsys, path, "--vram", "0.02,0.05,0.1,0.25,0.5")
+        results = sizes(capsys, path, "--vram-slots", "0.02,0.05,0.1,0.25,0.5")
         rows = [r["rules"][-1] for r in results]
         assert [(r["loads"], round(r["gpu_share"] * 3840)) for r in rows] == want
 
@@ -171,7 +175,7 @@ def test_counts_of_lines():
 
 
 def test_text(capsys, small):
-    assert run(capsys, small, "--vram", "1", "--expert-bytes", "8M").splitlines() == [
+    assert run(capsys, small, "--vram-slots", "1", "--expert-bytes", "8M").splitlines() == [
         "4 experts, 8 decode lines",
         "",
         "1 slots, 25 % of all experts:",
@@ -183,7 +187,7 @@ def test_text(capsys, small):
         "with a cut of more than 70 % nothing serves more than 37.5 % by loading what was called, "
         "even knowing the future; 45.0 % are needed: both bars cannot hold",
     ]
-    out = run(capsys, small, "--vram", "1,0.5", "--warm", 2).splitlines()
+    out = run(capsys, small, "--vram-slots", "1,0.5", "--warm", 2).splitlines()
     assert out[0] == "4 experts, 6 decode lines after 2 tokens"
     assert out[3].split()[:3] == ["promote", "loads", "loads/token"]
     assert out[8].endswith(
@@ -217,25 +221,37 @@ def test_the_edges_of_the_bars():
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("--vram", "0"), "--vram 0: expected shares of all experts .* got '0'"),
-        (("--vram", "0.1,"), "got ''"),
-        (("--vram", ""), "got ''"),
-        (("--vram", "0.1,1.5"), "got '1.5'"),
-        (("--vram=-1",), "got '-1'"),
-        (("--vram", "nan"), "got 'nan'"),
-        (("--vram", "inf"), "got 'inf'"),
-        (("--vram", "3G"), "got '3G'"),
-        (("--vram", 2**31), "got '2147483648'"),
-        (("--vram", "9" * 5000), "got '999"),
-        (("--vram", "1", "--hot-after", 0), "--hot-after 0 is out of range: expected 1 to 16"),
-        (("--vram", "1", "--hot-after", 17), "--hot-after 17 is out of range: expected 1 to 16"),
-        (("--slots", "1", "--hot-after", 2), "--hot-after 2: expected --vram, too"),
-        (("--vram", "1", "--warm", 80), "--warm 80 is out of range: expected 0 to 79"),
-        (("--vram", "1", "--warm", -1), "--warm -1 is out of range"),
-        (("--vram", "1", "--policy", "lru"), "--policy lru: --vram has rules of its own"),
-        (("--vram", "1", "--disk", "3G"), "--disk: --vram predicts no speed"),
-        (("--vram", "1", "--compute-ms", 1), "--compute-ms: --vram predicts no speed"),
-        (("--vram", "1", "--expert-bytes", "0"), "--expert-bytes 0: expected at least 1 byte"),
+        (("--vram-slots", "0"), "--vram-slots 0: expected shares of all experts .* got '0'"),
+        (("--vram-slots", "0.1,"), "got ''"),
+        (("--vram-slots", ""), "got ''"),
+        (("--vram-slots", "0.1,1.5"), "got '1.5'"),
+        (("--vram-slots=-1",), "got '-1'"),
+        (("--vram-slots", "nan"), "got 'nan'"),
+        (("--vram-slots", "inf"), "got 'inf'"),
+        (("--vram-slots", "3G"), "got '3G'"),
+        (("--vram-slots", 2**31), "got '2147483648'"),
+        (("--vram-slots", "9" * 5000), "got '999"),
+        (
+            ("--vram-slots", "1", "--hot-after", 0),
+            "--hot-after 0 is out of range: expected 1 to 16",
+        ),
+        (
+            ("--vram-slots", "1", "--hot-after", 17),
+            "--hot-after 17 is out of range: expected 1 to 16",
+        ),
+        (("--slots", "1", "--hot-after", 2), "--hot-after 2: expected --vram-slots, too"),
+        (("--vram-slots", "1", "--warm", 80), "--warm 80 is out of range: expected 0 to 79"),
+        (("--vram-slots", "1", "--warm", -1), "--warm -1 is out of range"),
+        (
+            ("--vram-slots", "1", "--policy", "lru"),
+            "--policy lru: --vram-slots has rules of its own",
+        ),
+        (("--vram-slots", "1", "--disk", "3G"), "--disk: --vram-slots predicts no speed"),
+        (("--vram-slots", "1", "--compute-ms", 1), "--compute-ms: --vram-slots predicts no speed"),
+        (
+            ("--vram-slots", "1", "--expert-bytes", "0"),
+            "--expert-bytes 0: expected at least 1 byte",
+        ),
     ],
 )
 def test_bad_input(capsys, args, says):
@@ -245,7 +261,7 @@ def test_bad_input(capsys, args, says):
 
 
 def test_one_way_to_give_a_size(capsys):
-    for args in ((ZIPF,), (ZIPF, "--vram", 1, "--slots", 1)):
+    for args in ((ZIPF,), (ZIPF, "--vram-slots", 1, "--slots", 1)):
         with pytest.raises(SystemExit) as caught:
             run(capsys, *args)
         assert caught.value.code == 2
@@ -258,6 +274,6 @@ def test_lines_without_tokens(capsys, tmp_path):
             for step in range(3):
                 writer.add("prefill", step, layer, [step])
     with pytest.raises(MosaicError, match="do not follow one another"):
-        run(capsys, path, "--vram", 2, "--phase", "all")
+        run(capsys, path, "--vram-slots", 2, "--phase", "all")
     with pytest.raises(MosaicError, match="none of 6 lines is decode"):
-        run(capsys, path, "--vram", 2)
+        run(capsys, path, "--vram-slots", 2)

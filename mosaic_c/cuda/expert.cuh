@@ -311,7 +311,7 @@ static __device__ __forceinline__ void mci_dot(const mci_call &c, const mci_rows
 
 /* ---- phases ---------------------------------------------------------------------------------- */
 
-/* Rows `a` of matrix i and `b` of matrix k. */
+/* Rows `a` of matrix i and `b` of matrix j. */
 template <int FORMAT>
 static __device__ __forceinline__ mci_rows mci_rows_of(const mci_call &c, const mci_chunk &k, int i,
                                                        int a, int j, int b, int pieces, int lane) {

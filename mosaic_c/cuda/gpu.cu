@@ -19,6 +19,12 @@ enum { FORMATS = 3, SIZES = 2 };
 
 typedef void (*mci_kernel)(mci_call);
 
+/* What the kernels rely on. */
+static_assert(MCI_TILE == 2 * MCI_OCTETS, "a tile of down is two rows an octet");
+static_assert(MCI_TILE == 64, "a tile of gate and up is a group of int4");
+static_assert(MCI_TOKENS <= 8 && MCI_TOKENS <= MCI_THREADS / 32, "a lane, and a warp, a token");
+
+static int32_t const formats[FORMATS] = {MC_F8E4M3, MC_F4E2M1, MC_INT4};
 static mci_kernel const kernels[FORMATS][SIZES] = {
     {mci_experts<MC_F8E4M3, 1>, mci_experts<MC_F8E4M3, MCI_TOKENS>},
     {mci_experts<MC_F4E2M1, 1>, mci_experts<MC_F4E2M1, MCI_TOKENS>},
@@ -288,7 +294,12 @@ static int run(mci_gpu *g, const mci_slot_shape *s, const mci_gpu_item *item, in
     int32_t most = 1;
     for (int32_t i = 0; i < n_item; i++)
         if (item[i].n > most) most = item[i].n;
-    const int format = s->dtype == MC_F8E4M3 ? 0 : s->dtype == MC_F4E2M1 ? 1 : 2;
+    int format = 0;
+    while (format < FORMATS && formats[format] != s->dtype) format++;
+    if (format == FORMATS || n_item > g->room.items || n_row > g->room.rows ||
+        n_tok > g->room.tokens || s->bytes > g->room.slot_bytes)
+        return fail(err, MC_EINVAL, "GPU: no kernel for dtype %d, or no room for %d rows of %d "
+                    "tokens", (int)s->dtype, (int)n_row, (int)n_tok);
     const int size = most > 1 ? 1 : 0;
     const int32_t chunks = cut(item, n_item, size ? MCI_TOKENS : 1, NULL);
     const int64_t head = before(chunks, n_row), vector = mci_slot_vector(s->dtype, s->hidden);

@@ -28,7 +28,7 @@ SETTINGS = ("auto", "1", "0", "emulated")
 # Compute capabilities with machine code of their own; each also serves later ones of its major number.
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 # docs/design.md section 4: the arithmetic is part of the interface.
-EXACT = ("-O3", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
+EXACT = ("-std=c++17", "-O3", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
 LIBRARIES = ("cudart_static", "dl", "rt", "pthread", "stdc++")
 
 

@@ -212,7 +212,8 @@ def plan_memory(
         if isinstance(gpu, Offer):
             tier = gpu.tier(chunk)
             items.append(Item("GPU tier", tier.host + tier.tables, "pinned memory, tables"))
-            items.append(Item("copies to VRAM", engine.TIER_SLABS * slab, "slabs on their way"))
+            if not mapped:
+                items.append(Item("copies to VRAM", engine.TIER_SLABS * slab, "slabs on their way"))
         return items
 
     def fixed(ctx: int, chunk: int) -> int:

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
-from mosaic_c._cuda_build import ARCHITECTURES
 from mosaic_c.errors import MosaicError
 from mosaic_c.findings import Finding, Roots
 from mosaic_c.limits import format_size
@@ -85,18 +84,6 @@ def _device(i: int, info: dict[str, Any]) -> Finding:
     if "emulat" in info["name"].lower():
         text = f"GPU {i}: {info['name']}, {format_size(free)} free of {format_size(total)}: for tests, slower than none"
         return Finding("gpu", "warning", text, f"MOSAIC_CUDA=auto {INSTALL}", data)
-    if capability < ARCHITECTURES[0]:
-        least = f"{ARCHITECTURES[0] // 10}.{ARCHITECTURES[0] % 10}"
-        return Finding(
-            "gpu",
-            "warning",
-            f"{text}: too old, expected {least} or later",
-            "run with --vram 0",
-            data,
-        )
-    if info["driver"] // 1000 < info["runtime"] // 1000:
-        advice = f"update the driver to one for CUDA {info['runtime'] // 1000}"
-        return Finding("gpu", "warning", f"{text}: the driver is too old", advice, data)
     if free < LITTLE:
         advice = "close what uses it (nvidia-smi lists programs)"
         return Finding("gpu", "note", f"{text}: little to spare", advice, data)

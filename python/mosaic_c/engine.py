@@ -350,7 +350,7 @@ class Store(Handle):
         )  # fmt: skip
 
     def tier(self, device: int, after: int, window: int, size: int) -> None:
-        """A cache in VRAM for experts called `after` times in `window` tokens; size: bytes of VRAM."""
+        """A cache in VRAM, as mc_tier_opts has it; size: bytes of VRAM."""
         fields = {"device": device, "after": after, "window": window, "bytes": size}
         call(lib.mc_store_tier, self, ffi.new("mc_tier_opts *", fields))
 

@@ -78,7 +78,7 @@ def plan_model(
     located = checkpoint.locate()
     slab = max((engine_pure.expert_slab(a)[0] for a in located.experts), default=0)
     # before the plan: the driver's memory in this process is measured with Python's
-    offer = gpu_cache.look(located, asked, largest_chunk(located.plan, ctx), io == "mmap")
+    offer = gpu_cache.look(located, asked, largest_chunk(located.plan, ctx))
     known: dict[str, Any] = {
         "budget": budget, "reason": reason, "threads": threads, "lanes": engine.io_most(io, slab), "ctx": ctx,
         "kv": kv, "policy": policy, "slots": slots, "mapped": io == "mmap",
@@ -123,8 +123,9 @@ def open_model(
     more) or a folder (origin.check).
 
     vram: bytes or "3.2G" of the GPU for experts that are called often; None: what is free there less a margin, nothing
-    where there is no GPU; 0: CUDA is not touched. hot_after: calls of an expert in 16 tokens that bring it there, 1 to
-    16; None: 3. gpu: the number of the device. A device that fails meanwhile is given up with a note.
+    where there is no GPU; 0: CUDA is not touched. hot_after: calls in the last 16 tokens that an expert needs
+    beyond those of the one it replaces there, 1 to 16; None: 3. gpu: the number of the device. A device that fails is
+    given up with a note; the call that waits for it just then fails.
     """
     if isa is not None:
         _one_of("isa", isa, engine.isas())

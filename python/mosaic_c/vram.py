@@ -17,10 +17,8 @@ from mosaic_c.modes import HOT_AFTER
 from mosaic_c.modes import HOT_WINDOW as WINDOW
 
 MIB = 1 << 20
-MARGIN, SHARE = (
-    512 * MIB,
-    10,
-)  # stay free on the device: the larger of the two, a tenth of what is free
+# Stays free on the device: the larger of the two, the second a part of what is free.
+MARGIN, SHARE = 512 * MIB, 10
 MAX_DEVICE = 63
 FORMATS = "FP8 in 128x128 blocks, MXFP4 and int4 in groups of 64"
 # Tables of a tier in this process: an expert, a slot and a layer, and a row of a call
@@ -140,15 +138,14 @@ def sizes(located: Located, asked: Wish, info: dict[str, Any], room: int) -> Off
     )
 
 
-def look(located: Located, asked: Wish, chunk: int, mapped: bool = False) -> Offer | str:
-    """What the tier may take, or why there is none. chunk: the most tokens of a chunk, for the work space. mapped:
-    experts stay in mapped files.
+def look(located: Located, asked: Wish, chunk: int) -> Offer | str:
+    """What the tier may take, or why there is none. chunk: the most tokens of a chunk, for the work space.
 
     UsageError where a size was asked for that there cannot be; it names the way out.
     """
     if asked.size == 0:
         return "vram 0"
-    found = _look(located, asked, chunk, mapped)
+    found = _look(located, asked, chunk)
     if isinstance(found, str) and asked.size is not None:
         raise refusal(asked, found)
     return found
@@ -172,12 +169,10 @@ def possible(located: Located, asked: Wish) -> Offer | str:
     )
 
 
-def _look(located: Located, asked: Wish, chunk: int, mapped: bool) -> Offer | str:
+def _look(located: Located, asked: Wish, chunk: int) -> Offer | str:
     offer = possible(located, asked)
     if isinstance(offer, str):
         return offer
-    if mapped:
-        return "with --io mmap experts have no memory of their own to be copied from"
     try:
         info = engine.gpu_probe(asked.device)
     except MosaicError as error:
@@ -219,8 +214,8 @@ def lines(tier: Tier) -> list[str]:
     """The items of VRAM, as the memory plan prints its own."""
     rest = tier.free - tier.bytes
     rows = [
-        ("expert slots", tier.slots * tier.slot, f"{tier.slots} of {tier.experts} experts, those called {tier.after} "
-         f"times in {tier.window} tokens"),
+        ("expert slots", tier.slots * tier.slot, f"{tier.slots} of {tier.experts} experts, those called most in "
+         f"{tier.window} tokens (--hot-after {tier.after})"),
         ("work space", tier.work, ""),
         ("left free", rest, f"of {format_size(tier.free)} now"),
     ]  # fmt: skip

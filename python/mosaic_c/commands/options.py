@@ -40,8 +40,8 @@ def add_model_options(
         help="type of the KV cache (default: %(default)s)",
     )
     add_gpu_options(parser)
-    p("--hot-after", type=int, metavar="N", help=f"calls of an expert in {HOT_WINDOW} tokens that bring it to the GPU "
-      f"(default: {HOT_AFTER})")  # fmt: skip
+    p("--hot-after", type=int, metavar="N", help=f"calls in the last {HOT_WINDOW} tokens that an expert needs "
+      f"beyond those of the one it replaces on the GPU, one less where one is free (default: {HOT_AFTER})")  # fmt: skip
     add_source_option(parser)
 
 

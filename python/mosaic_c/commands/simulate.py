@@ -12,7 +12,7 @@ import numpy as np
 from mosaic_c.commands import simulate_vram
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.limits import format_size, parse_rate, parse_size
-from mosaic_c.modes import PER_LAYER, POLICIES
+from mosaic_c.modes import HOT_AFTER, PER_LAYER, POLICIES
 from mosaic_c.predict import OVERLAP, token_seconds
 from mosaic_c.trace import Trace, read_trace
 
@@ -52,7 +52,7 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
         help="the same as a share of all experts, such as 0.25",
     )
     size.add_argument(
-        "--vram",
+        "--vram-slots",
         metavar="SIZES",
         default=argparse.SUPPRESS,
         help="compares rules by which experts come into VRAM, for shares of all experts or whole "
@@ -63,8 +63,8 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
         type=int,
         metavar="N",
         default=argparse.SUPPRESS,
-        help=f"with --vram: calls in {simulate_vram.WINDOW} tokens that earn a slot there "
-        f"(default: {simulate_vram.HOT_AFTER})",
+        help=f"with --vram-slots: calls in {simulate_vram.WINDOW} tokens that earn a slot there "
+        f"(default: {HOT_AFTER})",
     )
     parser.add_argument(
         "--phase",
@@ -212,17 +212,21 @@ def run_vram(args: argparse.Namespace) -> int:
     for name in ("disk", "compute_ms", "overlap", "measured"):
         if name in args:
             option = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{option}: --vram predicts no speed, expected --expert-bytes at most")
+            raise UsageError(
+                f"{option}: --vram-slots predicts no speed, expected --expert-bytes at most"
+            )
     if args.policy != "auto":
-        raise UsageError(f"--policy {args.policy}: --vram has rules of its own, expected no policy")
-    after = getattr(args, "hot_after", simulate_vram.HOT_AFTER)
+        raise UsageError(
+            f"--policy {args.policy}: --vram-slots has rules of its own, expected no policy"
+        )
+    after = getattr(args, "hot_after", HOT_AFTER)
     if not 1 <= after <= simulate_vram.WINDOW:
         raise UsageError(
             f"--hot-after {after} is out of range: expected 1 to {simulate_vram.WINDOW}"
         )
     expert = _expert(args.expert_bytes) if "expert_bytes" in args else None
     lines = _lines(args)
-    sizes = simulate_vram.parse_sizes(args.vram, lines.n_layer * lines.n_expert)
+    sizes = simulate_vram.parse_sizes(args.vram_slots, lines.n_layer * lines.n_expert)
     token = tokens_of(lines, args.trace)
     n_token = int(token[-1]) + 1
     _warm(args.warm, n_token)
@@ -248,10 +252,10 @@ def run_vram(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    if "vram" in args:
+    if "vram_slots" in args:
         return run_vram(args)
     if "hot_after" in args:
-        raise UsageError(f"--hot-after {args.hot_after}: expected --vram, too")
+        raise UsageError(f"--hot-after {args.hot_after}: expected --vram-slots, too")
     speed = _speed(args)
     lines = _lines(args)
     share = getattr(args, "share", None)

@@ -1,9 +1,10 @@
-"""`simulate --vram`: a trace through the rules by which experts could come into VRAM, side by side.
+"""`simulate --vram-slots`: a trace through the rules by which experts could come into VRAM, side by side.
 
     nothing        every call on the CPU, nothing crosses PCIe
     on miss        a missing expert is loaded for later calls, the CPU computes this one; global LRU
     always         the same loads, and the call waits for its own: the GPU computes everything
-    hot after N    what the engine does (hot.c): experts that are called again and again, nothing else
+    hot after N    what the engine does (hot.c): experts that are called again and again, nothing else; as if
+                   each copy were there at the next line (it takes longer, and two are under way at most)
 
 A rule is worth having where it moves far less than `on miss` and the GPU serves about as many calls.
 """
@@ -19,13 +20,11 @@ import numpy as np
 
 from mosaic_c.errors import UsageError
 from mosaic_c.limits import format_size
+from mosaic_c.modes import HOT_WINDOW as WINDOW
 from mosaic_c.trace import Trace
 
-HOT_AFTER, WINDOW = 3, 16
-CUT, POINTS = (
-    0.7,
-    0.05,
-)  # the two bars: more than this cut of the loads, at most this below in share
+# The two bars: more than this cut of the loads, at most this below in share.
+CUT, POINTS = 0.7, 0.05
 
 
 def parse_sizes(text: str, experts: int) -> list[int]:
@@ -46,7 +45,7 @@ def _size(part: str, text: str, experts: int) -> int:
         slots = max(1, math.floor(round(share * experts, 6))) if share else 0  # as --share rounds
     if not 1 <= slots < 2**31:
         raise UsageError(
-            f"--vram {text}: expected shares of all experts (more than 0, at most 1) or whole numbers of "
+            f"--vram-slots {text}: expected shares of all experts (more than 0, at most 1) or whole numbers of "
             f"slots (1 to {2**31 - 1}), such as 0.1,512; got {part.strip()!r}"
         )
     return slots
