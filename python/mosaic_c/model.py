@@ -287,8 +287,7 @@ class Model:
             with self._lock:
                 if not self._closed:
                     self._steps.append(step)
-            if self.memory.tier is not None and not self.gpu_note and not self._closed:
-                self._without_gpu(engine.text(self.engine.stats().gpu_note))
+            self._look_at_gpu()
         self.counters.add(decode, total, time.perf_counter() - started)
         for chunk in routing:
             self._record(trace, "decode" if decode else "prefill", chunk)
@@ -352,11 +351,21 @@ class Model:
         if self.on_note is not None:
             self.on_note(note)
 
+    def _look_at_gpu(self) -> None:
+        if self.memory.tier is not None and not self.gpu_note and not self._closed:
+            try:
+                why = engine.text(self.engine.stats().gpu_note)
+            except MosaicError:  # closed meanwhile
+                return
+            self._without_gpu(why)
+
     def _without_gpu(self, why: str) -> None:
-        """The tier is not there, or no longer; "": it is."""
-        if why:
+        """The tier is not there, or no longer; "": it is. Told once, whoever finds out."""
+        with self._lock:
+            if not why or self.gpu_note:
+                return
             self.gpu_note = why
-            self._note(why)
+        self._note(why)
 
     def _regrow(self) -> None:
         """Gives the expert cache back what closed sessions have freed."""

@@ -18,7 +18,7 @@ kind=1 wheels="" shape="--shape qwen3.6-35b-a3b --layers 8" vram=0,1G,3.2G,all t
 base=${TMPDIR:-/tmp}
 while [ $# -gt 0 ]; do
     case $1 in
-    --emulated) kind=emulated shape="--shape tiny" vram=0,700K,1M,all tokens=24 runs=1 ;;
+    --emulated) kind=emulated shape="--shape tiny" vram=0,1M,1200K,all tokens=24 runs=1 ;;
     --wheels) wheels=$2 && shift ;;
     --shape) shape=$2 && shift ;;
     --tmp) base=$2 && shift ;;
