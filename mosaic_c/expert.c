@@ -89,8 +89,7 @@ int64_t mc_expert_slab(const mc_expert *experts, int64_t n, int64_t *scale_bytes
     return slab;
 }
 
-/* Matrix k of an expert; its data and a scale inside the slab are still to come. */
-static mci_mat mat_of(const mci_experts *x, int32_t expert, int k) {
+mci_mat mci_experts_format(const mci_experts *x, int32_t expert, int k) {
     const mci_mat_ref *m = &x->ref[expert].mat[k];
     return (mci_mat){.scale = x->ref[expert].inside >> k & 1 ? NULL : m->scale,
                      .rows = k < 2 ? x->width : x->hidden,
@@ -107,7 +106,7 @@ mci_layout mci_experts_layout(const mci_experts *x, int32_t expert) {
     const mci_expert_ref *ref = &x->ref[expert];
     mci_range r[PARTS];
     for (int k = 0; k < 3; k++) {
-        const mci_mat m = mat_of(x, expert, k);
+        const mci_mat m = mci_experts_format(x, expert, k);
         const mci_mat_ref *at = &ref->mat[k];
         r[k] = (mci_range){at->file, at->offset, mat_bytes(&m)};
         r[3 + k] = (mci_range){.bytes = 0};
@@ -140,7 +139,7 @@ static const uint8_t *place(const mci_experts *x, const uint8_t *slab, int64_t p
 bool mci_experts_have_nan(const mci_experts *x, int32_t expert, const uint8_t *slab) {
     const mci_layout l = mci_experts_layout(x, expert);
     for (int k = 0; k < 3; k++) {
-        const mci_mat m = mat_of(x, expert, k);
+        const mci_mat m = mci_experts_format(x, expert, k);
         const mci_mat_ref *at = &x->ref[expert].mat[k];
         const uint8_t *data = place(x, slab, l.part[k], at->file, at->offset);
         if (m.dtype == MC_F8E4M3 && x->e->ops->f8_has_nan(data, mat_bytes(&m))) return true;
@@ -174,7 +173,7 @@ void mci_experts_mats(const mci_experts *x, int32_t expert, const uint8_t *slab,
     mci_layout l = mci_experts_layout(x, expert);
     for (int k = 0; k < 3; k++) {
         const mci_mat_ref *m = &x->ref[expert].mat[k];
-        out[k] = mat_of(x, expert, k);
+        out[k] = mci_experts_format(x, expert, k);
         out[k].data = place(x, slab, l.part[k], m->file, m->offset);
         if (l.part[3 + k] >= 0)
             out[k].scale = place(x, slab, l.part[3 + k], m->file, m->scale_offset);
@@ -296,7 +295,7 @@ static int bind_expert(bind_ctx *c, int32_t expert, const mc_expert *from, mc_er
     const mci_layout l = lay_out(r, ref->record);
     if (ref->record && (rc = check_record_place(c, expert, t, &l, err)) < 0) return rc;
     for (int k = 0; k < 3; k++) {
-        const mci_mat m = mat_of(c->x, expert, k);
+        const mci_mat m = mci_experts_format(c->x, expert, k);
         if (t[k]->scale_file < 0) continue;
         if (l.part[3 + k] >= 0) {
             ref->inside |= (uint8_t)(1 << k);

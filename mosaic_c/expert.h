@@ -59,6 +59,8 @@ typedef struct mci_layout {
 int mci_experts_bind(mc_engine *e, mci_experts *x, int32_t layer, const mc_expert *experts,
                      mc_error *err);
 void mci_experts_free(mc_engine *e, mci_experts *x);
+/* Matrix k (gate, up, down) of an expert, without its data and a scale that lies in the slab. */
+mci_mat mci_experts_format(const mci_experts *x, int32_t expert, int k);
 mci_layout mci_experts_layout(const mci_experts *x, int32_t expert);
 /* Fills the ranges of a read of an expert into its slab (NULL: into the mapping of its file), and
  * the scan: the lane checks the CRC of a record and, where search is true, searches FP8 for NaN

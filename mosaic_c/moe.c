@@ -1,9 +1,10 @@
 /* moe.c - the MLP of a layer: router, top-k, routed experts from the store, shared expert, combine.
  *
- * Order of work: route all tokens; ask the store for the union of their experts, which starts the
- * reads; compute the shared expert and the cached experts while they run, then each expert as it
- * arrives. Outputs wait in rows (token, rank) and are summed at the end by ascending expert id, so
- * neither the cache nor the order of arrival can change a bit. */
+ * Order of work: route all tokens; ask the store for the union of their experts but those in VRAM,
+ * which starts the reads; hand those in VRAM to the GPU; compute the shared expert and the cached
+ * experts while both run, then each expert as it arrives. Outputs wait in rows (token, rank) and
+ * are summed at the end by ascending expert id, so neither the caches nor the order of arrival can
+ * change a bit. */
 #include <math.h>
 #include <stdlib.h>
 
@@ -145,11 +146,11 @@ typedef struct moe_ctx {
     const int32_t *forced; /* (T, k) or NULL */
     int32_t *ids;   /* (T, k), best first */
     float *weight;  /* (T, k) */
-    int32_t *line;  /* distinct experts by first appearance (n_line) */
-    int32_t *place; /* (E) index in line, -1: not wanted */
+    int32_t *line;  /* (n_line) distinct experts by first appearance; from n_cold on: in VRAM */
+    int32_t *place; /* (E) rows of an expert, then its index in line */
     int32_t *start; /* (n_line + 1) into pairs */
     int32_t *pairs; /* (T * k) token * k + rank, grouped by place in line */
-    int32_t n_line;
+    int32_t n_line, n_cold;
     float *out;       /* (T * k rows, then T of the shared expert, H) */
     float *act, *up;  /* act_floats */
     const float *const *hp; /* rows of h, of scores */
@@ -178,24 +179,19 @@ static void route_token(void *ctx, int64_t t, int thread) {
 /* The union of the chunk's experts and which tokens go to each. */
 static void gather(moe_ctx *c) {
     const mc_moe_desc *d = &c->m->d;
+    mci_tier *tier = mci_store_tier(c->m->store);
     int64_t n = c->n_tok * d->top_k;
-    for (int32_t i = 0; i < d->n_expert; i++) c->place[i] = -1;
-    for (int64_t i = 0; i < n; i++) {
-        int32_t *at = &c->place[c->ids[i]];
-        if (*at < 0) {
-            *at = c->n_line;
-            c->start[c->n_line] = 0;
-            c->line[c->n_line++] = c->ids[i];
-        }
-        c->start[*at]++;
+    for (int32_t i = 0; i < d->n_expert; i++) c->place[i] = 0;
+    for (int64_t i = 0; i < n; i++)
+        if (!c->place[c->ids[i]]++) c->line[c->n_line++] = c->ids[i];
+    c->n_cold = tier ? mci_tier_split(tier, d->layer, c->line, c->n_line) : c->n_line;
+    for (int32_t i = 0, sum = 0; i < c->n_line; i++) { /* counts become ends of the place before */
+        int32_t *at = &c->place[c->line[i]];
+        c->start[i + 1] = sum;
+        sum += *at;
+        *at = i;
     }
-    for (int32_t i = 0, sum = 0; i <= c->n_line; i++) {
-        int32_t count = i < c->n_line ? c->start[i] : 0;
-        c->start[i] = sum;
-        sum += count;
-    }
-    for (int64_t i = 0; i < n; i++) c->pairs[c->start[c->place[c->ids[i]]]++] = (int32_t)i;
-    for (int32_t i = c->n_line; i > 0; i--) c->start[i] = c->start[i - 1];
+    for (int64_t i = 0; i < n; i++) c->pairs[c->start[c->place[c->ids[i]] + 1]++] = (int32_t)i;
     c->start[0] = 0;
 }
 
@@ -225,11 +221,12 @@ static void run_group(moe_ctx *c, const item *items, int n) {
     mci_run_mlps(c->m->e, mlps, n, c->xp, c->ap, c->upp, c->op);
 }
 
-/* Computes the shared expert and every expert of the line, in whatever order they become ready. The
- * shared expert goes with the first group and never waits for the disk. */
-static int run_experts(moe_ctx *c, mc_error *err) {
+/* Computes the shared expert and every expert of the line but those in VRAM, in whatever order they
+ * become ready. The shared expert goes with the first group and never waits for the disk. */
+static int run_cold(moe_ctx *c, mc_error *err) {
     const mc_moe *m = c->m;
     const mc_moe_desc *d = &m->d;
+    mci_tier *tier = c->n_cold < c->n_line ? mci_store_tier(m->store) : NULL;
     mci_expert_view view[GROUP];
     item items[GROUP + 1];
     int n = 0, got = 0, done = 0, rc;
@@ -242,6 +239,7 @@ static int run_experts(moe_ctx *c, mc_error *err) {
     do {
         if (done == got && d->n_expert) {
             if ((rc = mci_check_cancel(m->e, err)) < 0) return rc;
+            if (tier && (rc = mci_tier_step(tier, false, err)) < 0) return rc;
             got = mci_store_next(m->store, view, GROUP, n == 0, err);
             if (got < 0) return got;
             done = 0;
@@ -262,6 +260,20 @@ static int run_experts(moe_ctx *c, mc_error *err) {
         room = act_floats(d);
     } while (d->n_expert);
     return MC_OK;
+}
+
+/* All experts: the GPU has its own while the CPU computes. */
+static int run_experts(moe_ctx *c, mc_error *err) {
+    const int32_t hot = c->n_line - c->n_cold;
+    if (!hot) return run_cold(c, err);
+    mci_tier *tier = mci_store_tier(c->m->store);
+    const mci_products line = {.ids = c->line + c->n_cold, .start = c->start + c->n_cold,
+                               .pairs = c->pairs, .n = hot, .top_k = c->m->d.top_k,
+                               .n_tok = c->n_tok, .x = c->h, .out = c->out};
+    int rc = mci_tier_run(tier, &line, err);
+    if (rc == MC_OK) rc = run_cold(c, err);
+    if (rc == MC_OK) rc = mci_tier_step(tier, true, err);
+    return rc < 0 ? rc : MC_OK;
 }
 
 /* x += sum of p_e out_e by ascending expert, then sigma * shared. h is free and holds the sum. */
@@ -369,7 +381,7 @@ int mc_moe_forward(mc_moe *m, mc_step *st, float *x, const int32_t *forced, int3
         mci_pool_run(e->pool, route_token, &c, T);
         gather(&c);
         if (d->layer == 0) mci_store_token(m->store, T <= AHEAD_TOKENS && !forced);
-        rc = mci_store_begin(m->store, d->layer, c.line, c.n_line, err);
+        rc = mci_store_begin(m->store, d->layer, c.line, c.n_cold, err);
     }
     if (rc == MC_OK) rc = run_experts(&c, err);
     if (d->n_expert) mci_store_end(m->store);

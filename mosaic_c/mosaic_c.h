@@ -140,8 +140,20 @@ const char *mc_engine_cpu(void);
  * optimized", "fast-math" (its results are no longer the canonical ones), "sanitized", and "AVX
  * everywhere" (-march: it ends with SIGILL on a CPU without AVX). */
 const char *mc_engine_build(void);
-/* NULL where this build and machine have a GPU tier; otherwise the reason why not. */
+/* NULL where this build has a GPU tier; otherwise the reason why not. */
 const char *mc_engine_gpu(void);
+
+typedef struct mc_gpu_info {
+    char name[80];
+    int64_t total, free;     /* bytes of VRAM */
+    int32_t devices;         /* how many there are */
+    int32_t capability;      /* 10 * major + minor */
+    int32_t driver, runtime; /* CUDA versions, 1000 * major + 10 * minor */
+} mc_gpu_info;
+/* Looks at a device (from 0), which costs this process the memory of its driver. MC_ESYS: no
+ * driver, too old a one, no device, or a lost one; MC_ERANGE: no such device; the message says what
+ * to do. Nothing else here touches a GPU, but for mc_store_tier and what it opens. */
+int mc_gpu_probe(int32_t device, mc_gpu_info *out, mc_error *err);
 
 enum { MC_MEM_WEIGHTS = 0, MC_MEM_CACHE = 1, MC_MEM_STATE = 2, MC_MEM_SCRATCH = 3, MC_MEM_META = 4,
        MC_MEM_KINDS = 5 };
@@ -170,6 +182,13 @@ typedef struct mc_stats {
     double tried_gbs[8];                  /* GB/s */
     char io_note[256];                    /* why files are not read directly; "" where they are */
     int32_t files_direct, files_pread;
+    int64_t gpu_hits, gpu_rows;           /* as hits and expert_rows: computed on the GPU */
+    int64_t gpu_promotions, gpu_evictions; /* experts copied to VRAM; those that left it again */
+    int64_t gpu_bytes_up, gpu_bytes_io;   /* over the bus: of promotions; activations, both ways */
+    double gpu_wait_s;                    /* compute standing still for the GPU */
+    int64_t gpu_slots, gpu_held, gpu_slot_bytes; /* experts in VRAM; 0 slots: no tier */
+    int64_t gpu_vram, gpu_host;           /* bytes it takes in VRAM, and of pinned memory here */
+    char gpu_note[256];                   /* why the tier was given up; "" while it is in use */
     const char *isa;                      /* static */
     const char *policy;                   /* static; NULL before a store exists */
 } mc_stats;
@@ -341,6 +360,31 @@ int64_t mc_thread_bytes(int32_t dtype, int64_t cols, mc_error *err);
  * memory now and needs one for each expert. Under the hard floor (top_k slots, or 1 per layer):
  * MC_EBUDGET. MC_IO_AUTO measures now. */
 int mc_store_open(mc_store *s, int64_t slots, int32_t ahead, mc_error *err);
+/* Gives the store a cache of hot experts in VRAM, by which the GPU multiplies: bit for bit what the
+ * CPU gives. After the last mc_moe_create and before mc_store_open, which then has MC_TIER_SLABS
+ * slabs more (an expert is copied from its slab, by a thread of the tier). When the device fails
+ * later (memory, lost) the tier is given up and everything runs on the CPU: stats.gpu_note. A step
+ * that waits for it just then ends with MC_ESYS. MC_EINVAL: no layer's experts are of a format that
+ * it multiplies, or numbers out of range; MC_EBUDGET: no VRAM for one expert, or no budget for the
+ * pinned memory; MC_ENOMEM, MC_ESYS, MC_ERANGE: as mc_gpu_probe. The store stays as it was then,
+ * and without a tier where mc_store_open fails. The current CUDA device of the calling thread
+ * changes. */
+typedef struct mc_tier_opts {
+    int32_t device;
+    /* calls in the last `window` tokens (1..32) that an expert needs beyond those of the one that
+     * leaves for it; one less where a slot is free */
+    int32_t after, window;
+    int64_t bytes;         /* of VRAM, work space included */
+} mc_tier_opts;
+enum { MC_TIER_SLABS = 2 };
+int mc_store_tier(mc_store *s, const mc_tier_opts *o, mc_error *err);
+/* VRAM of a slot for an expert of a layer of n; 0: the GPU does not multiply all of them (other
+ * formats, or not one for all). Pure. */
+int64_t mc_tier_slot(const mc_expert *experts, int64_t n, mc_error *err);
+/* VRAM of the work space beside slots of slot_bytes, for layers of at most this size; *host: pinned
+ * memory of this process. Pure. */
+int64_t mc_tier_work(int32_t hidden, int32_t width, int32_t top_k, int64_t max_tok,
+                     int64_t slot_bytes, int64_t *host, mc_error *err);
 /* Changes the capacity of an open store, down to the floor and up to what it was opened with. While
  * a layer is being computed it waits for its end. */
 int mc_store_resize(mc_store *s, int64_t slots, mc_error *err);
@@ -379,6 +423,18 @@ int mc_policy_replay(int32_t policy, int32_t n_layer, int32_t n_expert, int64_t 
                      int64_t n_line, const int32_t *layer, const int64_t *token,
                      const int64_t *start, const int32_t *ids, int64_t *hits, int64_t *misses,
                      int32_t *line_misses, mc_error *err);
+
+/* The same lines through the rule by which experts come into VRAM (after, window: mc_tier_opts):
+ * what a line promotes serves from the layer's next line on. line_served, line_loads: NULL, or room
+ * for those of each line (n_line). MC_EINVAL: slots under 1, window not 1..32, after not
+ * 1..window. */
+typedef struct mc_hot_counts {
+    int64_t calls, served;    /* experts called; those that the GPU had */
+    int64_t loads, evictions; /* copied to VRAM; those that left it for one */
+} mc_hot_counts;
+int mc_hot_replay(int32_t n_layer, int32_t n_expert, int64_t slots, int32_t after, int32_t window,
+                  int64_t n_line, const int32_t *layer, const int64_t *start, const int32_t *ids,
+                  mc_hot_counts *out, int32_t *line_served, int32_t *line_loads, mc_error *err);
 
 /* ---- ends of handles, for a binding ---------------------------------------------------------- */
 

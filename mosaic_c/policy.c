@@ -43,11 +43,13 @@
 #include <stdlib.h>
 
 #include "forecast.h"
+#include "replay.h"
 
 enum { OUT = -1, PARKED = -2 }; /* pos of an item that is not held; held but not in the heap */
 enum { HALF_LIFE = 16 };        /* tokens */
 #define TOUCH 0x1p32            /* a touch at the start of a half-life */
 #define WORTH 0x1p32            /* a share of 1; prices of 2^31 * n_expert tokens fit */
+#define ELSEWHERE (-0x1p62)     /* below all that is worth something */
 #define AHEAD 8                 /* of how long experts stay, this part is looked ahead */
 #define MISS_FADE 0x1.f50765b6e4540p-1 /* 2^(-1/32) */
 
@@ -65,6 +67,10 @@ struct mci_policy {
     uint64_t *served;         /* auto only: (n_layer) price of a slot up to its latest line */
     uint64_t paid, price;     /* auto only: up to this token; for a line of it */
     double misses, of_tokens; /* auto only: misses in so many tokens, both fading */
+    const bool *elsewhere;    /* auto only, of the line to come: mci_policy_elsewhere */
+    const int32_t *called;
+    int32_t n_called;
+    int32_t *whole;           /* auto only: (n_expert) all ids of a line */
 };
 
 const char *mci_policy_name(int kind) {
@@ -94,7 +100,8 @@ static bool table_bytes(int kind, int32_t n_layer, int32_t n_expert, int64_t *by
         return false;
     *bytes = (int64_t)sizeof(mci_policy) + items * (8 + 8 + 4 + 4) + groups * (4 + 4);
     if (kind == MC_POLICY_AUTO)
-        *bytes += mci_forecast_bytes(n_layer, n_expert) + n_layer * (int64_t)sizeof(uint64_t);
+        *bytes += mci_forecast_bytes(n_layer, n_expert) + n_layer * (int64_t)sizeof(uint64_t) +
+                  n_expert * (int64_t)sizeof(int32_t);
     return true;
 }
 
@@ -136,6 +143,8 @@ int mci_policy_create(mci_mem *mem, int kind, int32_t n_layer, int32_t n_expert,
     if (kind == MC_POLICY_AUTO) { /* the tables before are a multiple of 8 bytes */
         p->served = (uint64_t *)(p->group_held + p->n_group);
         p->forecast = mci_forecast_init(p->served + n_layer, n_layer, n_expert);
+        p->whole = (int32_t *)((uint8_t *)(p->served + n_layer) +
+                               mci_forecast_bytes(n_layer, n_expert));
     }
     *out = p;
     return MC_OK;
@@ -258,8 +267,14 @@ static void set_key(mci_policy *p, int64_t item, uint64_t weight, int64_t next_u
 
 /* auto: new keys for the layer, then the line's misses against all that is held. */
 static void auto_line(mci_policy *p, int32_t layer, const int32_t *ids, int32_t n, mci_touch *out) {
-    if (n < 1) return;
-    const double *share = mci_forecast_line(p->forecast, layer, ids, n);
+    const bool *elsewhere = p->elsewhere;
+    const int32_t all = n + p->n_called;
+    if (n) memcpy(p->whole, ids, (size_t)n * sizeof *ids);
+    if (p->n_called) memcpy(p->whole + n, p->called, (size_t)p->n_called * sizeof *ids);
+    p->elsewhere = NULL;
+    p->n_called = 0;
+    if (all < 1) return;
+    const double *share = mci_forecast_line(p->forecast, layer, p->whole, all);
     int64_t base = (int64_t)layer * p->n_expert;
     for (int32_t i = 0; i < n; i++) {
         int32_t at = p->pos[base + ids[i]];
@@ -269,8 +284,10 @@ static void auto_line(mci_policy *p, int32_t layer, const int32_t *ids, int32_t 
     }
     p->served[layer] = p->paid + p->price * (uint64_t)layer;
     uint64_t zero = (UINT64_C(1) << 63) - p->served[layer];
-    for (int32_t e = 0; e < p->n_expert; e++)
-        p->major[base + e] = zero + (uint64_t)(int64_t)(share[e] * WORTH);
+    for (int32_t e = 0; e < p->n_expert; e++) {
+        const double worth = elsewhere && elsewhere[e] ? ELSEWHERE : share[e] * WORTH;
+        p->major[base + e] = zero + (uint64_t)(int64_t)worth;
+    }
     heapify(p, layer);
     for (int32_t i = 0; i < n; i++) {
         int32_t item = (int32_t)(base + ids[i]);
@@ -305,6 +322,12 @@ static void auto_token(mci_policy *p) {
     p->price = (uint64_t)((1 - far) * WORTH / (double)p->items);
     p->misses *= MISS_FADE;
     p->of_tokens = p->of_tokens * MISS_FADE + 1;
+}
+
+void mci_policy_elsewhere(mci_policy *p, const bool *held, const int32_t *called, int32_t n) {
+    p->elsewhere = held;
+    p->called = called;
+    p->n_called = p->kind == MC_POLICY_AUTO ? n : 0;
 }
 
 void mci_policy_line(mci_policy *p, int32_t layer, const int32_t *ids, int32_t n,
@@ -383,30 +406,6 @@ int64_t mci_policy_resize(mci_policy *p, int64_t slots, int64_t *out) {
 
 /* ---- replay ---- */
 
-static int check_trace(int32_t n_layer, int32_t n_expert, int64_t n_line, const int32_t *layer,
-                       const int64_t *start, const int32_t *ids, int64_t *seen, mc_error *err) {
-    /* all bounds before the first id is read */
-    for (int64_t i = 0; i < n_line; i++) {
-        if (layer[i] < 0 || layer[i] >= n_layer)
-            return mci_fail(err, MC_ERANGE, 0, "trace line %lld: layer %d of %d", (long long)i,
-                            layer[i], n_layer);
-        if (start[i] < 0 || start[i + 1] < start[i])
-            return mci_fail(err, MC_EINVAL, 0, "trace line %lld: starts at %lld, ends at %lld",
-                            (long long)i, (long long)start[i], (long long)start[i + 1]);
-    }
-    for (int64_t i = 0; i < n_line; i++)
-        for (int64_t j = start[i]; j < start[i + 1]; j++) {
-            if (ids[j] < 0 || ids[j] >= n_expert)
-                return mci_fail(err, MC_ERANGE, 0, "trace line %lld: expert %d of %d", (long long)i,
-                                ids[j], n_expert);
-            if (seen[ids[j]] == i + 1)
-                return mci_fail(err, MC_EINVAL, 0, "trace line %lld: expert %d comes twice",
-                                (long long)i, ids[j]);
-            seen[ids[j]] = i + 1;
-        }
-    return MC_OK;
-}
-
 /* next[j - start[0]]: the next line that uses the expert of ids[j]. upcoming: one per item. */
 static void look_ahead(int32_t n_expert, int64_t n_line, const int32_t *layer, const int64_t *start,
                        const int32_t *ids, int64_t *upcoming, int64_t *next) {
@@ -423,19 +422,14 @@ int mc_policy_replay(int32_t policy, int32_t n_layer, int32_t n_expert, int64_t 
                      const int64_t *start, const int32_t *ids, int64_t *hits, int64_t *misses,
                      int32_t *line_misses, mc_error *err) {
     mci_policy *p;
-    int64_t *seen = NULL, *upcoming = NULL, *next = NULL, count = 0;
+    int64_t *upcoming = NULL, *next = NULL, count = 0;
     mci_touch *touch = NULL;
     int rc = mci_policy_create(NULL, policy, n_layer, n_expert, slots, &p, err);
     if (rc < 0) return rc;
     *hits = *misses = 0;
-    seen = calloc((size_t)n_expert, sizeof *seen);
     touch = malloc((size_t)n_expert * sizeof *touch);
-    if (!seen || !touch) goto nomem;
-    if (n_line < 0) {
-        rc = mci_fail(err, MC_EINVAL, 0, "trace: %lld lines", (long long)n_line);
-        goto done;
-    }
-    rc = check_trace(n_layer, n_expert, n_line, layer, start, ids, seen, err);
+    if (!touch) goto nomem;
+    rc = mci_check_trace(n_layer, n_expert, n_line, layer, start, ids, err);
     if (rc < 0 || n_line == 0) goto done;
     count = start[n_line] - start[0];
     if (policy == MC_POLICY_BELADY && count) {
@@ -459,7 +453,6 @@ int mc_policy_replay(int32_t policy, int32_t n_layer, int32_t n_expert, int64_t 
 nomem:
     rc = mci_fail(err, MC_ENOMEM, 0, "trace replay: out of memory");
 done:
-    free(seen);
     free(touch);
     free(upcoming);
     free(next);

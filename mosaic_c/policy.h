@@ -33,6 +33,11 @@ const char *mci_policy_name(int kind); /* "lfu"; NULL: no such kind */
  * belady, the index of the next line that uses each expert (INT64_MAX: never); NULL otherwise. */
 void mci_policy_line(mci_policy *p, int32_t layer, const int32_t *ids, int32_t n,
                      const int64_t *next_use, mci_touch *out);
+/* What a line's touches do not tell: experts of its layer that are kept elsewhere as well (held,
+ * n_expert flags), and the n of those that it calls, which are no part of its ids. They are served
+ * there: auto learns the calls all the same and lets what is held go first. Before
+ * mci_policy_line, which forgets it; both stay the caller's until then. */
+void mci_policy_elsewhere(mci_policy *p, const bool *held, const int32_t *called, int32_t n);
 /* A token step begins (the clock of what fades in lfu and auto). */
 void mci_policy_token(mci_policy *p);
 /* Drops an item whose read failed; its count stays. */

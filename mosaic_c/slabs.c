@@ -8,9 +8,10 @@ enum {
     OWN_MAPPING = 1 << 20 /* mci_alloc aligns memory of this size to huge pages */
 };
 
-/* flags: its pages exist; scratch of settle; no FP8 code in it is a NaN; the upper half counts uses
- * up to SEARCHED. A search takes as long as a tenth more for some twenty uses. */
-enum { WARM = 1, USED = 2, NO_NAN = 4, USE = 16, SEARCHED = 15 * USE };
+/* flags: its pages exist; scratch of settle; no FP8 code in it is a NaN; it is held, and was given
+ * meanwhile; the upper half counts uses up to SEARCHED. A search takes as long as a tenth more for
+ * some twenty uses. */
+enum { WARM = 1, USED = 2, NO_NAN = 4, HOLD = 8, GIVEN = 16, USE = 32, SEARCHED = 15 * USE };
 
 int mci_slabs_open(mci_slabs *s, mc_engine *e, int64_t n, int64_t bytes, bool mapped,
                    mc_error *err) {
@@ -34,7 +35,7 @@ int mci_slabs_open(mci_slabs *s, mc_engine *e, int64_t n, int64_t bytes, bool ma
     s->arena = s->arena_mem;
     if (s->arena) s->arena += -(uintptr_t)s->arena % MCI_IO_BLOCK;
     s->free = s->table;
-    s->flags = (uint8_t *)(s->free + n);
+    s->flags = (uint16_t *)(s->free + n);
     for (int32_t i = s->n; i-- > 0;) s->free[s->n_free++] = i;
     return MC_OK;
 }
@@ -60,18 +61,31 @@ int32_t mci_slabs_take(mci_slabs *s, bool *fresh) {
     return slab;
 }
 
-void mci_slabs_give(mci_slabs *s, int32_t slab) { s->free[s->n_free++] = slab; }
+void mci_slabs_give(mci_slabs *s, int32_t slab) {
+    if (s->flags[slab] & HOLD)
+        s->flags[slab] |= GIVEN;
+    else
+        s->free[s->n_free++] = slab;
+}
+
+void mci_slabs_hold(mci_slabs *s, int32_t slab) { s->flags[slab] |= HOLD; }
+
+void mci_slabs_let(mci_slabs *s, int32_t slab) {
+    const bool given = s->flags[slab] & GIVEN;
+    s->flags[slab] &= (uint16_t)~(HOLD | GIVEN);
+    if (given) mci_slabs_give(s, slab);
+}
 
 void mci_slabs_filled(mci_slabs *s, int32_t slab) { s->flags[slab] = WARM; }
 
 bool mci_slabs_used(mci_slabs *s, int32_t slab) {
     if (s->flags[slab] >= SEARCHED) return false;
-    s->flags[slab] += USE;
+    s->flags[slab] = (uint16_t)(s->flags[slab] + USE);
     return s->flags[slab] >= SEARCHED;
 }
 
 void mci_slabs_searched(mci_slabs *s, int32_t slab, bool has_nan) {
-    s->flags[slab] |= (uint8_t)(SEARCHED | (has_nan ? 0 : NO_NAN));
+    s->flags[slab] |= (uint16_t)(SEARCHED | (has_nan ? 0 : NO_NAN));
 }
 
 bool mci_slabs_no_nan(const mci_slabs *s, int32_t slab) { return s->flags[slab] & NO_NAN; }
@@ -94,16 +108,16 @@ void mci_slabs_settle(mci_slabs *s, int32_t *owner, int64_t n_owner) {
         if (owner[i] < s->limit) continue;
         while (s->flags[low] & USED) low++;
         memcpy(mci_slabs_at(s, low), mci_slabs_at(s, owner[i]), (size_t)s->bytes);
-        s->flags[low] = (uint8_t)(USED | s->flags[owner[i]]);
+        s->flags[low] = (uint16_t)(USED | s->flags[owner[i]]);
         owner[i] = low;
     }
     s->n_free = 0;
     for (int32_t i = s->n; i-- > 0;) {
         if (i < s->limit && !(s->flags[i] & USED)) s->free[s->n_free++] = i;
-        s->flags[i] &= (uint8_t)~USED;
+        s->flags[i] &= (uint16_t)~USED;
     }
     if (s->limit == s->n || s->arena_bytes < OWN_MAPPING) return;
-    memset(s->flags + s->limit, 0, (size_t)(s->n - s->limit));
+    memset(s->flags + s->limit, 0, (size_t)(s->n - s->limit) * sizeof *s->flags);
     /* from the next huge page on: a part of one would not go back anyway */
     uintptr_t end = (uintptr_t)mci_slabs_at(s, s->n), mask = HUGE_PAGE - 1;
     uintptr_t from = ((uintptr_t)mci_slabs_at(s, s->limit) + mask) & ~mask;

@@ -10,7 +10,7 @@ typedef struct mci_slabs {
     int32_t n, limit;   /* slabs in the arena; those of them in use by the present capacity */
     int32_t n_free;
     int32_t *free;      /* (n) stack */
-    uint8_t *flags;     /* (n) */
+    uint16_t *flags;    /* (n) */
     uint8_t *arena;     /* MCI_IO_BLOCK-aligned */
     void *arena_mem, *table;
     int64_t arena_bytes, table_bytes;
@@ -28,6 +28,9 @@ uint8_t *mci_slabs_at(const mci_slabs *s, int32_t slab);
 /* A free slab, -1: none. *fresh: nothing came into it yet, its pages may not exist. */
 int32_t mci_slabs_take(mci_slabs *s, bool *fresh);
 void mci_slabs_give(mci_slabs *s, int32_t slab);
+/* While a slab is held, giving it only takes effect when it is let go. */
+void mci_slabs_hold(mci_slabs *s, int32_t slab);
+void mci_slabs_let(mci_slabs *s, int32_t slab);
 /* Another expert lies in the slab. Nothing is known of it. */
 void mci_slabs_filled(mci_slabs *s, int32_t slab);
 /* Its expert is used. true: it was so often that to search it for NaN codes now pays. */
@@ -37,8 +40,8 @@ void mci_slabs_searched(mci_slabs *s, int32_t slab, bool has_nan);
 bool mci_slabs_no_nan(const mci_slabs *s, int32_t slab);
 /* Keeps the first `limit` slabs: owned ones that lie beyond move into free ones, what is left over
  * goes back to the system, or is taken from the budget again (MC_EBUDGET: nothing changed). owner
- * (n_owner): slab of each item or -1, updated; no other slab may be taken, and at most `limit`
- * owned. */
+ * (n_owner): slab of each item or -1, updated; no other slab may be taken, none held, and at most
+ * `limit` owned. */
 int mci_slabs_count(mci_slabs *s, int64_t limit, mc_error *err);
 void mci_slabs_settle(mci_slabs *s, int32_t *owner, int64_t n_owner);
 #endif

@@ -9,7 +9,7 @@
  * hold, and every slab belongs to a resident item, or to an expert of the line that is being read,
  * ready or taken. The last ones give theirs back when they are done, so whenever nothing of the
  * line is under way a slab is free for its next miss. A guess has a slab more, its own until a line
- * takes it over. */
+ * takes it over, and so has each expert that is being copied to VRAM. */
 #include "store.h"
 
 #include <stdlib.h>
@@ -80,6 +80,8 @@ done:
 }
 
 static void close_cache(mc_store *s) {
+    mci_tier_close(s->tier);
+    s->tier = NULL;
     mci_ahead_close(&s->ahead);
     mci_policy_free(s->policy);
     mci_slabs_close(&s->slabs);
@@ -123,7 +125,30 @@ int mci_store_bind(mc_store *s, const mc_moe_desc *d, const mc_expert *experts, 
                        .n = s->n_expert,
                        .hidden = hidden,
                        .width = width};
+    s->max_tok = MCI_MAX(s->max_tok, d->max_tok);
     return mci_experts_bind(s->e, x, layer, experts, err);
+}
+
+mci_tier *mci_store_tier(const mc_store *s) { return s->tier; }
+
+static int check_bound(const mc_store *s, mc_error *err) {
+    if (s->policy) return mci_fail(err, MC_EINVAL, 0, "store: it is open already");
+    for (int32_t i = 0; i < s->n_layer; i++)
+        if (!s->layers[i].slab_bytes)
+            return mci_fail(err, MC_EINVAL, 0, "store: layer %d of %d is not bound", i, s->n_layer);
+    return MC_OK;
+}
+
+int mc_store_tier(mc_store *s, const mc_tier_opts *o, mc_error *err) {
+    int rc = mci_enter(s->e, err);
+    if (rc < 0) return rc;
+    rc = check_bound(s, err);
+    if (rc == MC_OK && s->tier) rc = mci_fail(err, MC_EINVAL, 0, "store: it has a GPU tier");
+    if (rc == MC_OK)
+        rc = mci_tier_open(s->e, o, s->layers, s->n_layer, s->top_k, s->max_tok, &s->slabs,
+                           &s->tier, err);
+    mci_leave(s->e);
+    return rc;
 }
 
 /* ---- open, resize ---------------------------------------------------------------------------- */
@@ -137,7 +162,8 @@ static int64_t capacity(const mc_store *s, int64_t slots) {
 
 /* Slabs for so many slots: mapped experts have no place to come to, they are where they are. */
 static int64_t slabs_for(const mc_store *s, int64_t slots) {
-    return capacity(s, slots) + (mapped(s) ? 0 : mci_io_lanes(s->e->io) + s->ahead.n);
+    if (mapped(s)) return capacity(s, slots);
+    return capacity(s, slots) + mci_io_lanes(s->e->io) + s->ahead.n + (s->tier ? MC_TIER_SLABS : 0);
 }
 
 static int check_slots(const mc_store *s, int64_t slots, mc_error *err) {
@@ -180,12 +206,8 @@ int mc_store_open(mc_store *s, int64_t slots, int32_t ahead, mc_error *err) {
     int64_t most = per_layer(s) ? s->n_expert : (int64_t)s->n_layer * s->n_expert, slab = 0;
     int rc = mci_enter(s->e, err);
     if (rc < 0) return rc;
-    if (s->policy) rc = mci_fail(err, MC_EINVAL, 0, "store: it is open already");
-    for (int32_t i = 0; i < s->n_layer && rc == MC_OK; i++) {
-        if (!s->layers[i].slab_bytes)
-            rc = mci_fail(err, MC_EINVAL, 0, "store: layer %d of %d is not bound", i, s->n_layer);
-        slab = MCI_MAX(slab, s->layers[i].slab_bytes);
-    }
+    rc = check_bound(s, err);
+    for (int32_t i = 0; i < s->n_layer; i++) slab = MCI_MAX(slab, s->layers[i].slab_bytes);
     if (rc == MC_OK) rc = check_slots(s, slots, err);
     if (rc == MC_OK && (ahead < 0 || ahead > s->n_expert))
         rc = mci_fail(err, MC_EINVAL, 0, "store: %d experts ahead, of %d a layer", ahead,
@@ -216,6 +238,7 @@ int mc_store_resize(mc_store *s, int64_t slots, mc_error *err) {
         rc = mci_fail(err, MC_EBUDGET, 0, "expert cache: %lld slots asked, opened with %lld",
                       (long long)slots, (long long)s->slots_max);
     if (rc == MC_OK) mci_ahead_drop(&s->ahead, true);
+    if (rc == MC_OK && s->tier) mci_tier_settle(s->tier);
     if (rc == MC_OK) rc = mci_slabs_count(&s->slabs, slabs_for(s, slots), err);
     if (rc == MC_OK) {
         while (s->slots > slots) { /* a slot at a time: each layer loses one item at most */

@@ -4,10 +4,13 @@
  *
  * Slabs: `slots` for the cache and as many transit slabs as lanes. policy.c decides a whole line
  * first; an expert that a later one of the same line pushes out, or that gets no slot, is computed
- * from its slab and the slab is freed when it is done. A slab is never reused while pinned. */
+ * from its slab and the slab is freed when it is done. A slab is never reused while pinned.
+ *
+ * Experts that are held in VRAM (tier.h) are none of the store's: they are not part of its lines.
+ */
 #ifndef MCI_STORE_H
 #define MCI_STORE_H
-#include "engine.h"
+#include "tier.h"
 
 typedef struct mci_expert_view {
     int32_t index;         /* into the ids given to mci_store_begin */
@@ -21,6 +24,9 @@ int mci_store_bind(mc_store *s, const mc_moe_desc *d, const mc_expert *experts, 
 void mci_store_retain(mc_store *s);
 void mci_store_release(mc_store *s);
 
+/* Experts in VRAM, or NULL. */
+mci_tier *mci_store_tier(const mc_store *s);
+
 /* A token step begins (policy clock). decode: one that may read ahead. */
 void mci_store_token(mc_store *s, bool decode);
 /* Decides hits and misses of a line of n distinct ids, in order of importance, and starts reads.
@@ -31,10 +37,11 @@ int mci_store_begin(mc_store *s, int32_t layer, const int32_t *ids, int32_t n, m
  * taken. After a failed read every call returns its error until mci_store_end, so that a line with
  * a hole never looks complete. A caller that waits must be done with what it took. */
 int mci_store_next(mc_store *s, mci_expert_view *out, int32_t max, bool wait, mc_error *err);
-/* The expert is computed: its slab may be reused, and reads that waited for a slab go out. */
+/* The expert is computed: the tier may want it, its slab may be reused, and reads that waited for a
+ * slab go out. */
 void mci_store_done(mc_store *s, int32_t index);
-/* Ends the line in any state: waits for reads in progress, unpins, drops failed items. Always call
- * it; without a line it does nothing. */
+/* Ends the line in any state: waits for reads and products in progress, unpins, drops failed items.
+ * Always call it; without a line it does nothing. */
 void mci_store_end(mc_store *s);
 
 /* ---- reading ahead ---- */
@@ -46,7 +53,7 @@ void *mci_store_peer(const mc_store *s, int32_t layer);
  */
 bool mci_store_ahead(const mc_store *s);
 /* Between lines: starts to read an expert that the next line of `layer` may need, unless it is
- * held. A guess never changes what the cache holds; one that the next line does not name is
- * dropped, whatever its layer. false: no slab is left. */
+ * held, here or in VRAM. A guess never changes what the cache holds; one that the next line does
+ * not name is dropped, whatever its layer. false: no slab is left. */
 bool mci_store_foresee(mc_store *s, int32_t layer, int32_t expert);
 #endif

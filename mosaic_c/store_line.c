@@ -72,6 +72,7 @@ bool mci_store_ahead(const mc_store *s) { return !s->active && mci_ahead_wanted(
 bool mci_store_foresee(mc_store *s, int32_t layer, int32_t expert) {
     int64_t item = (int64_t)layer * s->n_expert + expert;
     return s->slab_of[item] != NONE ||
+           (s->tier && mci_tier_holds(s->tier, layer, expert)) ||
            mci_ahead_guess(&s->ahead, &s->layers[layer], expert, item);
 }
 
@@ -141,6 +142,12 @@ int mci_store_begin(mc_store *s, int32_t layer, const int32_t *ids, int32_t n, m
     s->layer = layer;
     s->n_line = n;
     s->next_wait = s->ready_head = s->ready_tail = 0;
+    if (s->tier) {
+        const int32_t *hot;
+        int32_t n_hot;
+        const bool *held = mci_tier_line(s->tier, &hot, &n_hot);
+        mci_policy_elsewhere(s->policy, held, hot, n_hot);
+    }
     mci_policy_line(s->policy, layer, ids, n, NULL, s->touch);
     for (int32_t i = 0; i < n; i++) {
         const mci_touch *t = &s->touch[i];
@@ -202,14 +209,24 @@ int mci_store_next(mc_store *s, mci_expert_view *out, int32_t max, bool wait, mc
     return 0;
 }
 
+/* Its slab holds it for as long as nobody gives it back. */
+static void offer(mc_store *s, const entry *en) {
+    mci_mat m[3];
+    if (!s->tier || !mci_tier_wants(s->tier, en->expert)) return;
+    mci_experts_mats(&s->layers[s->layer], en->expert, mci_slabs_at(&s->slabs, en->slab), false, m);
+    mci_tier_offer(s->tier, en->expert, m, en->slab);
+}
+
 void mci_store_done(mc_store *s, int32_t index) {
     if (!s->active || index < 0 || index >= s->n_line || s->line[index].state != TAKEN) return;
     s->line[index].state = DONE;
+    offer(s, &s->line[index]);
     if (!s->line[index].keep) free_slab(s, &s->line[index]);
     issue(s);
 }
 
 void mci_store_end(mc_store *s) {
+    if (s->tier) mci_tier_end(s->tier);
     if (!s->active) return;
     s->next_wait = s->n_line; /* no new reads; what no lane has begun may take long on a bad disk */
     for (mci_read *r; s->reading && (r = mci_io_withdraw(s->e->io, NULL));) arrived(s, r);

@@ -3,6 +3,7 @@
 #define MCI_STORE_PARTS_H
 #include "ahead.h"
 #include "policy.h"
+#include "tier.h"
 
 enum { NONE = -1 }; /* slab, place */
 enum { WAITING, READING, READY, TAKEN, DONE, FAILED };
@@ -25,6 +26,8 @@ struct mc_store {
     int32_t *slab_of;    /* (n_layer * n_expert) of resident items, or NONE */
     int64_t *gone;       /* (n_layer) scratch of resize */
     void **peer;         /* (n_layer) the callers' */
+    int64_t max_tok;     /* of a chunk, the most of the layers bound */
+    mci_tier *tier;      /* NULL: none */
 
     /* set by open */
     mci_policy *policy;

@@ -8,6 +8,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 C = ROOT / "mosaic_c"
+CUDA = [
+    path for path in sorted((C / "cuda").iterdir()) if path.suffix in (".c", ".h", ".cu", ".cuh")
+]
 PY = ROOT / "python" / "mosaic_c"
 # The benchmarks are linked into the extension: what holds for the engine holds for them.
 BENCH = ROOT / "tests" / "c"
@@ -22,16 +25,18 @@ BENCH_LEVELS = [{"rng", "peaks", "yardstick", "cases"}, {"cases_moe"}, {"bench",
 # docs/design.md section 2: a file may include headers of its own level's left side only.
 LEVELS = [
     {"mosaic_c"},
+    {"gpu"},
     {"base"},
     {"error", "crc", "cpu"},
-    {"pool", "forecast"},
-    {"dtype", "policy", "trial", "io_file", "io_uring"},
-    {"ops", "io"},
+    {"pool", "forecast", "replay"},
+    {"dtype", "policy", "hot", "trial", "io_file", "io_uring"},
+    {"ops", "io", "slot"},
     {"io_load"},
     {"engine"},
     {"acts"},
     {"expert", "slabs"},
-    {"ahead", "measure"},
+    {"ahead", "measure", "upload"},
+    {"tier"},
     {"store_parts"},
     {"linear", "kv", "session", "session_file", "store"},
     {"attn", "delta", "moe", "handles", "store_line"},
@@ -46,7 +51,8 @@ def level(name: str) -> int:
 
 
 def includes(path: Path) -> set[str]:
-    found = re.findall(r'^#include "(\w+)\.h"', path.read_text(encoding="ascii"), re.M)
+    text = path.read_text(encoding="ascii")
+    found = re.findall(r'^#include "(?:cuda/|\.\./)?(\w+)\.h"', text, re.M)
     return set(found) - {path.stem}
 
 
@@ -62,6 +68,11 @@ def test_c_dependencies_point_one_way(path):
         assert "store" not in includes(path)
     if path.stem not in ("store", "store_line"):
         assert "store_parts" not in includes(path)
+
+
+@pytest.mark.parametrize("path", CUDA, ids=lambda p: p.name)
+def test_a_device_knows_slots_alone(path):
+    assert includes(path) <= {"mosaic_c", "ops_poly", "gpu"}
 
 
 @pytest.mark.parametrize("path", BENCH_FILES, ids=lambda p: p.name)
@@ -85,7 +96,7 @@ def test_the_extension_takes_the_whole_benchmark():
 
 @pytest.mark.parametrize(
     "path",
-    sorted([*C.glob("*.c"), *(p for p in BENCH_FILES if p.suffix == ".c")]),
+    sorted([*C.glob("*.c"), *CUDA, *(p for p in BENCH_FILES if p.suffix == ".c")]),
     ids=lambda p: p.name,
 )
 def test_the_library_never_exits_prints_or_reads_the_environment(path):
@@ -93,11 +104,15 @@ def test_the_library_never_exits_prints_or_reads_the_environment(path):
     assert not re.search(r"\b(exit|abort|getenv|printf|puts|perror|fprintf)\s*\(", code)
     # no mutable file-scope state
     for line in re.findall(r"^static [^(]*?[=;].*$", code, re.M):
+        if line.startswith("static __shared__"):  # of a block of threads, while it runs
+            continue
         assert "const" in line or "_Thread_local" not in line and "(" in line, line
 
 
 @pytest.mark.parametrize(
-    "path", sorted([*C.glob("*.[ch]"), *BENCH_FILES, *PY.rglob("*.py")]), ids=lambda p: p.name
+    "path",
+    sorted([*C.glob("*.[ch]"), *CUDA, *BENCH_FILES, *PY.rglob("*.py")]),
+    ids=lambda p: p.name,
 )
 def test_files_stay_small(path):
     limit = 700 if path.name == "cases.c" else 500  # the table grows with every format
@@ -106,7 +121,14 @@ def test_files_stay_small(path):
 
 @pytest.mark.parametrize(
     "path",
-    sorted([*C.rglob("*.[ch]"), *(ROOT / "tests" / "c").glob("*.[ch]")]),
+    sorted(
+        [
+            *C.rglob("*.[ch]"),
+            *C.rglob("*.cu*"),
+            *(ROOT / "tests" / "c").glob("*.[ch]"),
+            *(ROOT / "tests" / "cuda").glob("*.[ch]*"),
+        ]
+    ),
     ids=lambda p: p.name,
 )
 def test_lines_of_c_end_by_column_100(path):

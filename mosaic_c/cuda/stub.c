@@ -1,7 +1,16 @@
-/* stub.c - stands where the GPU tier will stand, in builds without it. It answers why there is
- * none, so that nobody above needs to know how this build was made. */
+/* stub.c - stands for gpu.cu in builds without CUDA, so that nobody above needs to know how this
+ * build was made. The build says why it chose this file: MOSAIC_CUDA_WHY, a string. */
 #include <stddef.h>
 
-#include "../mosaic_c.h"
+#include "gpu.h"
 
-const char *mc_engine_gpu(void) { return "this build has no GPU tier"; }
+#ifdef MOSAIC_CUDA_WHY
+#define WHY ": " MOSAIC_CUDA_WHY
+#else
+#define WHY
+#endif
+
+const mci_gpu_api *mci_gpu_get(const char **why) {
+    *why = "this build has no GPU tier" WHY;
+    return NULL;
+}

@@ -1,5 +1,5 @@
 """Describes the extension to cffi (API mode): declarations from three headers, all of mosaic_c/*.c and the
-benchmarks of tests/c.
+benchmarks of tests/c. setup.py adds one of mosaic_c/cuda/ (_cuda_build.py).
 
 The headers are the one source of truth: what lies between their two markers is read as it is, and the
 C compiler checks every declaration against it. mosaic_c.h is the engine's. The case table of tests/c
@@ -29,7 +29,6 @@ ffibuilder.set_source(
     # setuptools wants paths relative to the folder of setup.py
     sources=[
         *sorted(f"mosaic_c/{path.name}" for path in (ROOT / "mosaic_c").glob("*.c")),
-        "mosaic_c/cuda/stub.c",
         *(f"tests/c/{name}.c" for name in BENCH),
     ],
     include_dirs=["mosaic_c", "tests/c"],

@@ -247,7 +247,7 @@ def quality(
         str(source.folder), synthetic, plan_.vocab, window, found,
         [(x.text, x.scored) for x in windows], [], [],
     )  # fmt: skip
-    options |= {"ctx": window}
+    options |= {"ctx": window, "vram": 0}  # the bits are the same
     way = "choose another --folder, or fewer --tokens"
     with scratch(folder, need, way) as temporary, _disk(temporary, way):
         logits = temporary / "logits"

@@ -17,6 +17,7 @@ from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.limits import format_size
 from mosaic_c.modes import PER_LAYER
 from mosaic_c.plan import Attention, ModelPlan
+from mosaic_c.vram import Offer, Tier
 
 MB = 1 << 20
 MAX_DEFAULT_CTX = 32768
@@ -61,6 +62,7 @@ class MemoryPlan:
     unit: int  # bytes of a slot: a slab, or one of every layer
     slab: int
     experts: int
+    token_experts: int  # that one token calls
     engine_budget: int
     floor: int  # smallest budget that runs, at this context
     useful: int  # budget from which one token's experts all stay cached
@@ -68,10 +70,17 @@ class MemoryPlan:
     embedding: bool  # the embedding stays in memory
     mapped: bool  # experts stay in mapped files, all of them
     warnings: tuple[str, ...] = field(default=())
+    tier: Tier | None = None  # experts in VRAM
+    no_tier: str = ""  # why there is none
 
     @property
     def total(self) -> int:
         return sum(item.bytes for item in self.items)
+
+
+def largest_chunk(plan: ModelPlan, ctx: int | None) -> int:
+    """The most tokens that a chunk of this model may have, whatever the budget."""
+    return min(CHUNKS[0], ctx or plan.max_positions)
 
 
 def process_bytes() -> int:
@@ -137,11 +146,13 @@ def plan_memory(
     slots: int | None = None,
     later: int = 0,
     mapped: bool = False,
+    gpu: Offer | str = "",
 ) -> MemoryPlan:
     """The plan for a located model; never raises for a budget that is too small (fits is False).
 
     later: bytes that Python is known to take later (a tokenizer). lanes: reads under way at once, each with
     memory of its own. mapped: experts are mapped files (--io mmap), which only works with all of them in memory.
+    gpu: what vram.look found.
     """
     plan = located.plan
     if ctx is not None and not 1 <= ctx <= plan.max_positions:
@@ -174,7 +185,7 @@ def plan_memory(
 
     def items_for(ctx: int, chunk: int) -> list[Item]:
         pool, state = engine_pure.kv_bytes(blocks.state(plan, ctx, engine.DTYPES[kv.upper()]))
-        return [
+        items = [
             Item("Python and libraries", python, "measured"),
             Item("Python, later", later + ctx * CTX_BYTES, "tokenizer, imports, sampling, prompt"),
             Item("dense weights", dense_bytes(located), "resident"),
@@ -198,6 +209,12 @@ def plan_memory(
                 "page cache" if mapped else "transit slabs, page cache",
             ),
         ]
+        if isinstance(gpu, Offer):
+            tier = gpu.tier(chunk)
+            items.append(Item("GPU tier", tier.host + tier.tables, "pinned memory, tables"))
+            if not mapped:
+                items.append(Item("copies to VRAM", engine.TIER_SLABS * slab, "slabs on their way"))
+        return items
 
     def fixed(ctx: int, chunk: int) -> int:
         return sum(item.bytes for item in items_for(ctx, chunk))
@@ -262,6 +279,7 @@ def plan_memory(
         unit=unit,
         slab=slab,
         experts=experts,
+        token_experts=top_k * len(moe),
         engine_budget=budget - python - later - chosen * CTX_BYTES,
         floor=_round_up(floor),
         useful=_round_up(wanted),
@@ -269,6 +287,8 @@ def plan_memory(
         embedding=embedding,
         mapped=mapped,
         warnings=tuple(warnings),
+        tier=gpu.tier(chunk) if isinstance(gpu, Offer) else None,
+        no_tier=gpu if isinstance(gpu, str) else "",
     )
 
 

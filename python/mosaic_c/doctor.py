@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mosaic_c.doctor_folder import folder_disk, model
+from mosaic_c.doctor_gpu import gpu
 from mosaic_c.errors import MosaicError
 from mosaic_c.findings import LEVELS, Finding, Roots, budget_of
 from mosaic_c.jsonfile import reason
@@ -44,6 +45,7 @@ def examine(path: str | os.PathLike[str] = ".", roots: Roots | None = None) -> l
         ("swap", lambda: swap(roots)),
         ("overcommit", lambda: overcommit(roots)),
         ("process limits", lambda: process_limits(roots)),
+        ("gpu", lambda: gpu(roots)),
         ("disk", lambda: folder_disk(path, roots)),
         ("model", lambda: model(path, roots)),
     ]
@@ -135,8 +137,6 @@ def build() -> Iterator[Finding]:
         yield Finding("engine", level, text, f"unset CFLAGS and {EXTENSION}", data)
     else:
         yield Finding("engine", "ok", text, data=data)
-    gpu = engine.gpu()
-    yield Finding("gpu", "ok" if gpu is None else "note", gpu or "available")
 
 
 # ---- processor and memory ----

@@ -139,7 +139,7 @@ def model(path: str | os.PathLike[str], roots: Roots) -> Iterator[Finding]:
     budget = budget_of(roots)
     try:
         threads = default_threads(roots.limits())
-        checkpoint, located, plan = plan_model(folder, budget or 1 << 62, threads=threads)
+        checkpoint, located, plan = plan_model(folder, budget or 1 << 62, threads=threads, vram=0)
     except MosaicError as error:
         advice = {"EUNSUPPORTED": "", "EIO": "download it again", "ENOENT": "download the rest"}
         yield Finding(

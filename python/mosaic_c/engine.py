@@ -26,6 +26,7 @@ POLICIES = {
     name: getattr(lib, f"MC_POLICY_{name.upper().replace('-', '_')}") for name in modes.POLICIES
 }
 PAGE_TOKENS = lib.MC_PAGE_TOKENS
+TIER_SLABS = lib.MC_TIER_SLABS
 MEM_KINDS = ("weights", "cache", "state", "scratch", "meta")
 
 
@@ -76,7 +77,7 @@ def ints(array: np.ndarray, kind: str = "int32_t") -> Any:
 
 
 def text(c: Any) -> str:
-    return ffi.string(c).decode()
+    return ffi.string(c).decode("utf-8", "replace")
 
 
 def _path(path: str) -> bytes:
@@ -149,6 +150,16 @@ def isas() -> list[str]:
 def gpu() -> str | None:
     """Why there is no GPU tier; None where there is one."""
     return None if (reason := lib.mc_engine_gpu()) == ffi.NULL else text(reason)
+
+
+def gpu_probe(device: int = 0) -> dict[str, Any]:
+    """mc_gpu_info of a device as a dict: name, total, free, devices, capability, driver, runtime. From now on this
+    process holds the memory of the driver."""
+    out = ffi.new("mc_gpu_info *")
+    call(lib.mc_gpu_probe, device, out)
+    names = ("total", "free", "devices", "capability", "driver", "runtime")
+    name = ffi.string(out.name).decode("utf-8", "replace")
+    return {"name": name} | {key: getattr(out, key) for key in names}
 
 
 def io_modes() -> dict[str, str | None]:
@@ -337,6 +348,11 @@ class Store(Handle):
             lib.mc_store_create, "mc_store", engine, n_layer, n_expert, top_k,
             POLICIES[policy],
         )  # fmt: skip
+
+    def tier(self, device: int, after: int, window: int, size: int) -> None:
+        """A cache in VRAM, as mc_tier_opts has it; size: bytes of VRAM."""
+        fields = {"device": device, "after": after, "window": window, "bytes": size}
+        call(lib.mc_store_tier, self, ffi.new("mc_tier_opts *", fields))
 
     def open(self, slots: int, ahead: int = 0) -> None:
         """ahead: slabs for experts that are read before a layer asks for them."""

@@ -36,6 +36,19 @@ def expert_slab(experts: np.ndarray) -> tuple[int, int]:
     return n, scale[0]
 
 
+def tier_slot(experts: np.ndarray) -> int:
+    """VRAM of a slot for any expert of a layer, an (n, 3) array laid out as mc_tensor; 0: not for the GPU."""
+    pointer = ffi.cast("mc_expert *", ffi.from_buffer(experts))
+    return call(lib.mc_tier_slot, pointer, experts.shape[0])
+
+
+def tier_work(hidden: int, width: int, top_k: int, max_tok: int, slot: int) -> tuple[int, int]:
+    """(VRAM, pinned memory of this process) beside slots of `slot` bytes, for chunks of max_tok tokens."""
+    host = ffi.new("int64_t *")
+    n = call(lib.mc_tier_work, hidden, width, top_k, max_tok, slot, host)
+    return n, host[0]
+
+
 def thread_bytes(dtype: str, cols: int) -> int:
     """Memory that each compute thread takes for weights of this dtype with rows of `cols`."""
     return call(lib.mc_thread_bytes, DTYPES[dtype], cols)
@@ -71,6 +84,35 @@ def policy_replay(
         ffi.NULL if line_misses is None else ints(line_misses),
     )  # fmt: skip
     return out[0], out[1]
+
+
+def hot_replay(
+    n_layer: int,
+    n_expert: int,
+    slots: int,
+    after: int,
+    window: int,
+    layer: np.ndarray,
+    start: np.ndarray,
+    ids: np.ndarray,
+    line_served: np.ndarray | None = None,
+    line_loads: np.ndarray | None = None,
+) -> dict[str, int]:
+    """calls, served, loads, evictions of a trace; see mc_hot_replay. layer, ids int32; start int64.
+
+    line_served, line_loads: (n_line,) int32, filled with those of each line.
+    """
+    each = (line_served, line_loads)
+    for room in each:
+        if room is not None and len(room) != len(layer):
+            raise ValueError(f"{len(layer)} lines, room for the counts of {len(room)}")
+    out = ffi.new("mc_hot_counts *")
+    call(
+        lib.mc_hot_replay, n_layer, n_expert, slots, after, window, len(layer), ints(layer),
+        ints(start, "int64_t"), ints(ids), out,
+        *(ffi.NULL if room is None else ints(room) for room in each),
+    )  # fmt: skip
+    return {key: getattr(out, key) for key in ("calls", "served", "loads", "evictions")}
 
 
 def rope_table(theta: float, dim: int, pos: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

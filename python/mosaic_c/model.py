@@ -6,19 +6,16 @@ for the mixer and one for the experts of every layer; the sessions move at the e
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mosaic_c import blocks, engine, engine_pure
+from mosaic_c import blocks, engine, engine_pure, identity, memory_table, vram
 from mosaic_c.bind import Located
 from mosaic_c.budget import MemoryPlan
 from mosaic_c.checkpoint import Checkpoint
@@ -40,7 +37,7 @@ class Model:
     folder, config, plan, memory: what was opened and how memory was divided. ctx: tokens a session may hold.
     trace: a trace.TraceWriter that receives every layer's routing, or None. routing: None, or
     (MoE layer, positions (n,)) -> expert ids (n, top_k) int32 to use in place of the router's (routing.Routing).
-    notes: what the memory guard had to say, the latest last; on_note: called with each.
+    notes: what the memory guard and the GPU tier had to say, the latest last; on_note: called with each.
     """
 
     def __init__(
@@ -57,6 +54,7 @@ class Model:
         self.guard, self.watch = Guard(memory.slots, memory.hard, memory.unit), Watch(memory.budget)
         self.notes: deque[str] = deque(maxlen=100)
         self.on_note: Callable[[str], None] | None = None
+        self.gpu_note = ""  # why there is no tier, though one was planned
         self.counters = Counters()
         self._closed = False
         self._traced = 0
@@ -88,7 +86,7 @@ class Model:
     def _load(self, located: Located, on_load: Progress | None) -> None:
         plan, memory, e = self.plan, self.memory, self.engine
         files = np.array([e.file(str(path)) for path in self.files], np.int32)
-        self._identities = [_identity(path) for path in self.files]
+        self._identities = [identity.of(path) for path in self.files]
         ids = files.tolist()
         total, done = len(plan.layers) + 1, 0
 
@@ -125,6 +123,8 @@ class Model:
             if on_load is not None:
                 on_load(done, total)
         if self.store is not None:
+            if memory.tier is not None:
+                self._without_gpu(vram.start(self.store, memory.tier))
             self.store.open(memory.slots, memory.ahead)
         self.embed = engine.Linear(e, find(plan.embed), memory.embedding)
         if located.row_crc is not None and not memory.embedding:
@@ -287,6 +287,7 @@ class Model:
             with self._lock:
                 if not self._closed:
                     self._steps.append(step)
+            self._look_at_gpu()
         self.counters.add(decode, total, time.perf_counter() - started)
         for chunk in routing:
             self._record(trace, "decode" if decode else "prefill", chunk)
@@ -343,9 +344,28 @@ class Model:
         finally:
             self._lock.release()
         if note is not None:
-            self.notes.append(note)
-            if self.on_note is not None:
-                self.on_note(note)
+            self._note(note)
+
+    def _note(self, note: str) -> None:
+        self.notes.append(note)
+        if self.on_note is not None:
+            self.on_note(note)
+
+    def _look_at_gpu(self) -> None:
+        if self.memory.tier is not None and not self.gpu_note and not self._closed:
+            try:
+                why = engine.text(self.engine.stats().gpu_note)
+            except MosaicError:  # closed meanwhile
+                return
+            self._without_gpu(why)
+
+    def _without_gpu(self, why: str) -> None:
+        """The tier is not there, or no longer; "": it is. Told once, whoever finds out."""
+        with self._lock:
+            if not why or self.gpu_note:
+                return
+            self.gpu_note = why
+        self._note(why)
 
     def _regrow(self) -> None:
         """Gives the expert cache back what closed sessions have freed."""
@@ -443,37 +463,23 @@ class Model:
     def stats(self) -> Stats:
         """Counters and memory since the model was opened."""
         self._alive()
-        return collect(self.engine.stats(), self.counters, self.memory, self._io, self.guard)
+        c = self.engine.stats()
+        return collect(c, self.counters, self.memory, self._io, self.guard, self.gpu_note)
+
+    def memory_table(self) -> memory_table.Table:
+        """What takes RAM and VRAM now."""
+        return memory_table.measure(self.stats(), self.memory)
 
     def fingerprint(self) -> bytes:
         """32 bytes that identify these weights: config, and 16 samples of 4 KiB of every shard.
 
         Raises MosaicError ESTALE where a shard on disk is no longer the one that was opened.
         """
-        if [_identity(path) for path in self.files] != self._identities:
+        if [identity.of(path) for path in self.files] != self._identities:
             raise MosaicError(
                 f"{shown_path(self.folder)}: the weights on disk changed since the model was opened; open it again",
                 "ESTALE",
             )
         if self._fingerprint is None:
-            h = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-            for path in self.files:
-                size = os.path.getsize(path)
-                h.update(f"{size}\n".encode())
-                fd = os.open(path, os.O_RDONLY)
-                try:
-                    for i in range(16):
-                        h.update(os.pread(fd, 4096, i * max(size - 4096, 0) // 15))
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                finally:
-                    os.close(fd)
-            self._fingerprint = h.digest()
+            self._fingerprint = identity.fingerprint(self.config, self.files)
         return self._fingerprint
-
-
-def _identity(path: Path) -> tuple[int, ...]:
-    try:
-        st = os.stat(path)
-    except OSError:
-        return ()
-    return st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns

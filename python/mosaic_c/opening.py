@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mosaic_c import engine, engine_pure, modes, names, origin
+from mosaic_c import vram as gpu_cache
 from mosaic_c.bind import Located
-from mosaic_c.budget import MB, MemoryPlan, plan_memory, require_fit
+from mosaic_c.budget import MB, MemoryPlan, largest_chunk, plan_memory, require_fit
 from mosaic_c.checkpoint import Checkpoint
 from mosaic_c.errors import UsageError
 from mosaic_c.limits import (
@@ -37,11 +38,17 @@ def plan_model(
     kv: str = "bf16",
     text: bool = False,
     source: str | os.PathLike[str] | None = None,
+    vram: str | int | None = None,
+    hot_after: int | None = None,
+    gpu: int = 0,
 ) -> tuple[Checkpoint, Located, MemoryPlan]:
-    """(checkpoint, located tensors, memory plan) of a folder; reads headers, loads nothing.
+    """(checkpoint, located tensors, memory plan) of a folder; reads headers, loads nothing. Looks at the GPU unless
+    vram is 0: a process that has done so must not fork and use it there.
 
-    text: the tokenizer is loaded already, so that the process as it is has it. source: as for open_model.
+    text: the tokenizer is loaded already, so that the process as it is has it. source, vram, hot_after, gpu: as for
+    open_model.
     """
+    asked = gpu_cache.wish(vram, hot_after, gpu)
     _one_of("io", io, engine.IO_MODES)
     if io == "uring" and (missing := engine.io_modes()[io]) is not None:
         raise UsageError(
@@ -70,11 +77,16 @@ def plan_model(
         origin.check(checkpoint, source)
     located = checkpoint.locate()
     slab = max((engine_pure.expert_slab(a)[0] for a in located.experts), default=0)
-    memory = plan_memory(
-        located, budget=budget, reason=reason, threads=threads, lanes=engine.io_most(io, slab), ctx=ctx, kv=kv,
-        policy=policy, slots=slots, later=0 if text else _tokenizer_bytes(checkpoint.folder),
-        mapped=io == "mmap",
-    )  # fmt: skip
+    # before the plan: the driver's memory in this process is measured with Python's
+    offer = gpu_cache.look(located, asked, largest_chunk(located.plan, ctx))
+    known: dict[str, Any] = {
+        "budget": budget, "reason": reason, "threads": threads, "lanes": engine.io_most(io, slab), "ctx": ctx,
+        "kv": kv, "policy": policy, "slots": slots, "mapped": io == "mmap",
+        "later": 0 if text else _tokenizer_bytes(checkpoint.folder),
+    }  # fmt: skip
+    memory = plan_memory(located, **known, gpu=offer)
+    if not memory.fits and asked.size is None and not isinstance(offer, str):
+        memory = plan_memory(located, **known, gpu="the memory budget has no room for its copies")
     limit = smallest_limit(limits)
     if limit is not None and budget > limit[0]:
         note = f"the budget of {format_size(budget)} is more than the {format_size(limit[0])} {limit[1]}: "
@@ -97,23 +109,40 @@ def open_model(
     on_load: Progress | None = None,
     tokenizer: Any = None,
     source: str | os.PathLike[str] | None = None,
+    hot_after: int | None = None,
+    gpu: int = 0,
 ) -> Model:
     """Opens a Hugging Face folder, or the pulled model of that name (names.find). See docs/design.md section 8 for
     the arguments.
 
     ram: bytes or "6G", the bound of this whole process; None: what limits.default_budget says. ctx: tokens a
     session may hold; None: min(model limit, 32768, what fits). slots: experts in the cache (per layer for
-    layer-lru); None: what the budget leaves. isa: a kernel set of engine.isas(); None: the best. vram: must be
-    None or 0, this build has no GPU tier. on_load: called with (parts loaded, parts). tokenizer: the folder's, where
-    it is loaded already; otherwise memory is kept for it and it is loaded when text is needed. source: what an expert
-    pack must have been made of, its hash (12 hex digits or more) or a folder (origin.check).
+    layer-lru); None: what the budget leaves. isa: a kernel set of engine.isas(); None: the best. on_load: called with
+    (parts loaded, parts). tokenizer: the folder's, where it is loaded already; otherwise memory is kept for it and it
+    is loaded when text is needed. source: what an expert pack must have been made of, its hash (12 hex digits or
+    more) or a folder (origin.check).
+
+    vram: bytes or "3.2G" of the GPU for experts that are called often; None: what is free there less a margin, nothing
+    where there is no GPU; 0: CUDA is not touched. hot_after: calls in the last 16 tokens that an expert needs
+    beyond those of the one it replaces there, 1 to 16; None: 3. gpu: the number of the device. A device that fails is
+    given up with a note; the call that waits for it just then fails.
     """
-    if vram not in (None, 0, "0"):
-        raise UsageError(f"vram: {engine.gpu()}: expected 0 or None, got {vram!r}")
     if isa is not None:
         _one_of("isa", isa, engine.isas())
     checkpoint, located, memory = plan_model(
-        names.find(path), ram, ctx, threads, io, policy, slots, kv, tokenizer is not None, source
+        names.find(path),
+        ram,
+        ctx,
+        threads,
+        io,
+        policy,
+        slots,
+        kv,
+        tokenizer is not None,
+        source,
+        vram,
+        hot_after,
+        gpu,
     )
     require_fit(memory)
     model = Model(checkpoint, located.plan, memory, io, isa, tokenizer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 # The share of a token's arithmetic that ran beside its reads where it was measured (docs/performance.md,
 # "Runs that read all the time"): a layer's experts, and reads ahead of the next router, beside its mixer.
 OVERLAP = 0.25
@@ -23,3 +25,35 @@ def token_seconds(
     all the time, so the default is measured, not derived.
     """
     return (1 - overlap) * compute_s + max(read_bytes / disk_rate, overlap * compute_s)
+
+
+@dataclass(frozen=True)
+class Savings:
+    """What dense weights, KV cache and state would leave behind if they were in VRAM. ram: bytes of RAM; experts:
+    that would fit there; read: bytes of dense weights a token computes with, of `bytes` in all."""
+
+    ram: int
+    dense: int
+    state: int
+    experts: int
+    read: int
+    bytes: int
+
+    @property
+    def share(self) -> float:
+        return self.read / self.bytes if self.bytes else 0.0
+
+    def seconds(self, rate: float) -> float:
+        """Of a token, that its dense weights take at a rate of memory: no GPU can save more."""
+        return self.read / rate
+
+
+def savings(
+    dense: int, state: int, read: int, token_experts: int, expert: int, missing: int
+) -> Savings:
+    """dense, state: bytes in RAM now. read: of dense weights, and token_experts: of experts, that a token computes
+    with. expert: bytes of one; missing: experts that RAM does not hold now."""
+    room = (dense + state) // expert if expert else 0
+    return Savings(
+        dense + state, dense, state, max(min(room, missing), 0), read, read + token_experts
+    )

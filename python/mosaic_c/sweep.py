@@ -130,7 +130,10 @@ def point(
     python = process_bytes()
     times, token, rng = [], 0, np.random.default_rng(0)
     layers = 1 if policy in PER_LAYER else look(Series("", model, None)).layers
-    with open_model(model, ctx=tokens, policy=policy, slots=slots * layers, **options) as opened:
+    # without a GPU: hits and sizes are those of the cache in RAM
+    with open_model(
+        model, ctx=tokens, policy=policy, slots=slots * layers, vram=0, **options
+    ) as opened:
         if routing is not None:
             opened.routing = Routing(routing, opened.plan)
         with opened.session() as session:

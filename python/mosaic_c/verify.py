@@ -24,8 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from mosaic_c import engine, modes
-from mosaic_c.budget import plan_memory
+from mosaic_c import engine, modes, vram
+from mosaic_c.bind import Located
+from mosaic_c.budget import largest_chunk, plan_memory
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.jsonfile import show
 from mosaic_c.model import TOKENIZER, Model
@@ -148,14 +149,17 @@ def verify(
     started: Callable[[list[Setting], int], None] = lambda settings, prompt: None,
     progress: Progress = lambda *args: None,
     row: Callable[[Row], None] = lambda row: None,
+    size: str | int | None = None,
+    gpu: int = 0,
 ) -> Report:
-    """Runs the model of a folder in every way. prompt: a text, or ids as "1,2,3"; None: a short text, or without
+    """Runs the model of a folder in every way, all but one without a GPU. size: of VRAM in that one, None: the least
+    that works, 0: no such run; gpu: its device. prompt: a text, or ids as "1,2,3"; None: a short text, or without
     a tokenizer random ids, always the same. started gets all settings and the number of prompt tokens before the
     first run, row each row as it is known. MosaicError where the baseline cannot run.
     """
     if not 1 <= tokens <= MAX_TOKENS:
         raise UsageError(f"--tokens {tokens} is out of range: expected 1 to {MAX_TOKENS}")
-    job, todo = _prepare(Path(path), ram, tokens, prompt)
+    job, todo = _prepare(Path(path), ram, tokens, prompt, vram.wish(size, 1, gpu))
     started(todo, len(job.ids))
     rows: list[Row] = []
     base = Run()
@@ -180,9 +184,12 @@ def verify(
     return Report(str(job.folder), base.stats.budget, job.ids, base.tokens, base.not_finite, rows)
 
 
-def settings(threads: int, floors: dict[str, int]) -> list[Setting]:
+def settings(
+    threads: int, floors: dict[str, int], tier: dict[str, Any] | None = None
+) -> list[Setting]:
     """The baseline, then what is compared with it. threads: of the baseline; floors: the fewest slots by policy,
-    0 where the model has no experts. A policy decides only where not all fits: each gets its smallest cache."""
+    0 where the model has no experts; tier: options of a run with a GPU, None: this build has none. A policy decides
+    only where not all fits: each gets its smallest cache."""
     isas = engine.isas()
     other = {"threads": 1 if threads > 1 else 2}
     out = [Setting("baseline"), Setting(f"threads {other['threads']}", other)]
@@ -194,12 +201,14 @@ def settings(threads: int, floors: dict[str, int]) -> list[Setting]:
             extremes |= tiny
     out += [Setting(f"io {mode}", {"io": mode}) for mode in engine.IO_MODES if mode != "auto"]
     out += [Setting(f"isa {isa}", {"isa": isa}) for isa in isas[1:]]
+    if tier is not None:
+        out.append(Setting("gpu, few slots", tier))
     out.append(Setting("prompt token by token", piece=1))
     return [*out, Setting("all at once", extremes, piece=1)]
 
 
 def _prepare(
-    folder: Path, ram: str | int | None, tokens: int, prompt: str | None
+    folder: Path, ram: str | int | None, tokens: int, prompt: str | None, asked: vram.Wish
 ) -> tuple[Job, list[Setting]]:
     tokenizer = None
     if (folder / TOKENIZER).is_file():  # before any budget is divided, so that it is measured
@@ -209,7 +218,7 @@ def _prepare(
     ids = _ids(prompt, tokenizer)
     ctx = (PROMPT_IDS if ids is None else len(ids)) + tokens
     try:
-        _, located, memory = plan_model(folder, ram, ctx=ctx, text=tokenizer is not None)
+        _, located, memory = plan_model(folder, ram, ctx=ctx, text=tokenizer is not None, vram=0)
     except UsageError as error:
         if not str(error).startswith("ctx: "):
             raise
@@ -225,8 +234,23 @@ def _prepare(
         ).hard
         for policy in modes.MODEL_POLICIES
     }
-    options = {"ram": ram, "ctx": ctx, "tokenizer": tokenizer}
-    return Job(folder, options, ids, tokens), settings(memory.threads, floors)
+    options = {"ram": ram, "ctx": ctx, "tokenizer": tokenizer, "vram": 0}
+    todo = settings(memory.threads, floors, _tier(located, asked, largest_chunk(located.plan, ctx)))
+    return Job(folder, options, ids, tokens), todo
+
+
+def _tier(located: Located, asked: vram.Wish, chunk: int) -> dict[str, Any] | None:
+    """Options of a run on the GPU: a cache as small as can be, which every expert enters when it is called. The
+    device is not looked at: runs are forked, and no fork can use a GPU that its parent did."""
+    if asked.size == 0:
+        return None
+    offer = vram.possible(located, asked)
+    if isinstance(offer, str):
+        if asked.size is not None:
+            raise vram.refusal(asked, offer)
+        return None
+    size = offer.least(chunk) if asked.size is None else asked.size
+    return {"vram": size, "hot_after": asked.after, "gpu": asked.device}
 
 
 def _ids(prompt: str | None, tokenizer: Any) -> list[int] | None:
@@ -366,7 +390,7 @@ def run_here(
     def load(done: int, of: int) -> None:
         tell("layers loaded", done, of)
 
-    with open_model(job.folder, on_load=load, **job.options, **setting.options) as model:
+    with open_model(job.folder, on_load=load, **job.options | setting.options) as model:
         with model.session() as session:
             ids, piece = job.ids, setting.piece or len(job.ids)
             while True:
@@ -438,8 +462,14 @@ def _evidence(setting: Setting, stats: Stats, base: Stats) -> tuple[bool, str]:
         proofs.append((stats.io == mode and fell_back == (mode == "pread"), _ways(stats)))
     if "isa" in options:
         proofs.append((stats.isa == options["isa"] != base.isa, stats.isa))
+    if "vram" in options:
+        text = f"{stats.gpu_hits} experts computed on the GPU, {stats.gpu_promotions} brought, "
+        text += f"{stats.gpu_evictions} evicted of {stats.gpu_slots} slots" + (
+            f": {stats.gpu_note}" if stats.gpu_note else ""
+        )
+        proofs.append((stats.gpu_hits > 0 and not stats.gpu_note, text))
     if setting.piece:
-        calls, of = stats.hits + stats.misses, base.hits + base.misses
+        calls, of = (s.hits + s.gpu_hits + s.misses for s in (stats, base))
         text = f"{calls} expert calls, in the baseline {of}"  # a call serves all tokens of a chunk
         proofs.append((calls != of, text))
     return all(ok for ok, _ in proofs), "; ".join(text for _, text in proofs)

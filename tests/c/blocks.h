@@ -53,6 +53,7 @@ typedef struct model {
     FILE *f[MODEL_FILES];
     int64_t at[MODEL_FILES];
     rng r;
+    bool bf16_scales; /* from now on; else of either type */
     struct {
         int32_t file;
         int64_t offset;
@@ -123,7 +124,7 @@ static inline mc_tensor put(model *m, int dtype, int64_t rows, int64_t cols, dou
     if (dtype == MC_F8E4M3) { /* E4M3 codes taken at random have a root mean square near 150 */
         pad(m, 1);
         t.scale_file = 1;
-        t.scale_dtype = rng_below(&m->r, 2) ? MC_BF16 : MC_F32;
+        t.scale_dtype = rng_below(&m->r, 2) || m->bf16_scales ? MC_BF16 : MC_F32;
         t.scale_offset = m->at[1];
         t.block_rows = t.block_cols = 128;
         for (int64_t b = 0; b < br * bc; b++)
@@ -245,6 +246,7 @@ static inline void put_moe(model *m) {
         }
         if (i == 0) d.shared_gate = put(m, MC_BF16, 1, H, 0.2);
         m->moe[i] = d;
+        m->bf16_scales = i == 0; /* the GPU tier wants all experts of a layer alike */
         for (int x = 0; i < 2 && x < EXPERTS; x++)
             m->expert[i][x] = put_expert(m, i ? x % 4 : MC_F8E4M3, WIDTH);
     }
@@ -296,6 +298,7 @@ typedef struct setting {
     int threads, kv, io, policy, lanes;
     int64_t slots, pages;
     int32_t ahead;
+    mc_tier_opts tier; /* bytes 0: none */
 } setting;
 
 static const setting PLAIN = {.threads = 1, .kv = MC_F32, .slots = TOP_K, .pages = 16};
@@ -351,6 +354,7 @@ static inline int open_blocks(world *w, mc_error *err) {
                            &w->moe[i], err);
         if (rc < 0) return rc;
     }
+    if (w->set.tier.bytes && (rc = mc_store_tier(w->store, &w->set.tier, err)) < 0) return rc;
     if ((rc = mc_store_open(w->store, w->set.slots, w->set.ahead, err)) < 0 ||
         (rc = mc_linear_create(w->e, &m->head, 1, &w->out, err)) < 0 ||
         (rc = mc_linear_create(w->e, &m->table, 0, &w->table, err)) < 0 ||

@@ -163,6 +163,9 @@ typedef struct model {
     int64_t due[ITEMS]; /* price of a slot up to when the layer was, or would have been, served */
     int64_t paid, price;
     double misses, of_tokens;
+    bool elsewhere[EXPERTS]; /* of the line to come */
+    int32_t called[EXPERTS];
+    int n_called;
 } model;
 
 /* auto: an expert's forecast share, less the price of a slot, in the policy's fixed point */
@@ -205,9 +208,15 @@ static int model_victim(const model *m, int layer, const int32_t *ids, int n, in
 
 /* auto refuses the worst, whoever that is; only hits may not leave. */
 static void model_auto_line(model *m, int layer, const int32_t *ids, int n, mci_touch *out) {
-    const double *share = mci_forecast_line(m->forecast, layer, ids, n);
+    int32_t whole[EXPERTS];
+    int all = 0;
+    for (int i = 0; i < n; i++) whole[all++] = ids[i];
+    for (int i = 0; i < m->n_called; i++) whole[all++] = m->called[i];
+    m->n_called = 0;
+    if (!all) return;
+    const double *share = mci_forecast_line(m->forecast, layer, whole, all);
     for (int e = 0; e < EXPERTS; e++) {
-        m->share[layer * EXPERTS + e] = share[e];
+        m->share[layer * EXPERTS + e] = m->elsewhere[e] ? -0x1p30 : share[e];
         m->due[layer * EXPERTS + e] = m->paid + m->price * layer;
     }
     for (int i = 0; i < n; i++) {
@@ -305,6 +314,20 @@ static void check_against_model(int kind, uint64_t seed) {
             next[i] = rng_below(&r, 4) ? step + 1 + (int64_t)rng_below(&r, 30) : INT64_MAX;
         }
         const int64_t *future = kind == MC_POLICY_BELADY ? next : NULL;
+        memset(m.elsewhere, 0, sizeof m.elsewhere);
+        m.n_called = 0;
+        if (rng_below(&r, 2)) { /* some experts are kept elsewhere, and served there */
+            int cold = 0;
+            for (int e = 0; e < EXPERTS; e++) m.elsewhere[e] = rng_below(&r, 4) == 0;
+            for (int i = 0; i < n; i++) {
+                if (m.elsewhere[ids[i]])
+                    m.called[m.n_called++] = ids[i];
+                else
+                    ids[cold] = ids[i], next[cold++] = next[i];
+            }
+            n = cold;
+            mci_policy_elsewhere(p, m.elsewhere, m.called, m.n_called);
+        }
         model_line(&m, layer, ids, n, future, want);
         mci_policy_line(p, layer, ids, n, future, got);
         bool same = true;

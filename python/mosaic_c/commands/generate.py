@@ -62,8 +62,7 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
     p("--ids", metavar="I,J,...", help="token ids in place of a text; needs no tokenizer")
     p("--trace", metavar="FILE", help="record every layer's routing, for simulate")
     p("--isa", metavar="NAME", help="kernel set (default: the best of this CPU)")
-    p("--vram", metavar="SIZE", help="GPU cache; this build has none, so only 0 is taken")
-    p("--stats", action="store_true", help="statistics on stderr at the end")
+    p("--stats", action="store_true", help="statistics and what takes memory, on stderr at the end")
     p("--json", action="store_true", help="one JSON object on stdout at the end, nothing streamed")
     p("--verbose", "-v", action="store_true", help="every effective value on stderr")
     p("--quiet", "-q", action="store_true", help="no progress bars, no note of the default model")
@@ -95,7 +94,6 @@ def run(args: argparse.Namespace) -> int:
     with _bar(args, "loading", "layers") as bar:
         model = open_model(
             folder,
-            vram=args.vram,
             isa=args.isa,
             on_load=bar,
             tokenizer=tokenizer,
@@ -168,6 +166,7 @@ def _generate(args: argparse.Namespace, model: Any, ids: Sequence[int]) -> int:
             "seed": None if out.sampling.greedy else out.sampling.seed,
             "seconds": time.perf_counter() - started,
             "stats": asdict(stats),
+            "memory": model.memory_table().json(),
         }
         print(json.dumps(result))
     elif pieces:
@@ -176,7 +175,7 @@ def _generate(args: argparse.Namespace, model: Any, ids: Sequence[int]) -> int:
         else:
             print(" ".join(str(p.token) for p in pieces))
     if args.stats:
-        for line in stats.lines():
+        for line in (*stats.lines(), "", *model.memory_table().lines()):
             _say(line)
     if status:
         _say("interrupted")
@@ -226,9 +225,16 @@ def _say(text: str) -> None:
 
 
 def _say_values(model: Any) -> None:
+    from mosaic_c import vram
+
     memory, stats = model.memory, model.stats()
     for item in memory.items:
         _say(f"{item.name}: {format_size(item.bytes)} {item.note}".rstrip())
+    if memory.tier is None:
+        _say(f"no GPU: {memory.no_tier}")
+    else:
+        for line in vram.lines(memory.tier):
+            _say(line)
     _say(
         f"budget {format_size(memory.budget)} ({memory.reason}), context {memory.ctx}, chunks of {memory.chunk}, "
         f"{memory.threads} threads, kernels {stats.isa}, policy {stats.policy}, io {stats.io}, {stats.lanes} at once "

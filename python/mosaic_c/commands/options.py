@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from mosaic_c.errors import UsageError
-from mosaic_c.modes import IO_MODES, MODEL_POLICIES
+from mosaic_c.modes import HOT_AFTER, HOT_WINDOW, IO_MODES, MODEL_POLICIES
 
 
 def add_model_options(
@@ -39,7 +39,23 @@ def add_model_options(
         default="bf16",
         help="type of the KV cache (default: %(default)s)",
     )
+    add_gpu_options(parser)
+    p("--hot-after", type=int, metavar="N", help=f"calls in the last {HOT_WINDOW} tokens that an expert needs "
+      f"beyond those of the one it replaces on the GPU, one less where one is free (default: {HOT_AFTER})")  # fmt: skip
     add_source_option(parser)
+
+
+def add_gpu_options(parser: argparse.ArgumentParser) -> None:
+    p = parser.add_argument
+    p("--vram", metavar="SIZE", help="memory of the GPU for experts that are called often, such as 3.2G; 0: none "
+      "(default: what is free there less a margin, none without a GPU)")  # fmt: skip
+    p(
+        "--gpu",
+        type=int,
+        default=0,
+        metavar="INDEX",
+        help="number of the GPU (default: %(default)s)",
+    )
 
 
 def add_source_option(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +75,19 @@ def check_source(model: str, source: str | None) -> None:
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of plan_model and open_model."""
-    names = ("ram", "ctx", "threads", "io", "policy", "slots", "kv", "source")
+    names = (
+        "ram",
+        "ctx",
+        "threads",
+        "io",
+        "policy",
+        "slots",
+        "kv",
+        "source",
+        "vram",
+        "hot_after",
+        "gpu",
+    )
     return {name: getattr(args, name) for name in names}
 
 

@@ -16,7 +16,7 @@ from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.footprint import Column, Footprint, measure
 from mosaic_c.jsonfile import load, shown_path
 from mosaic_c.limits import format_rate, format_size, parse_rate, parse_size
-from mosaic_c.predict import token_seconds
+from mosaic_c.predict import Savings, savings, token_seconds
 
 if TYPE_CHECKING:
     from mosaic_c.budget import MemoryPlan
@@ -49,7 +49,7 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
     p("--hit", metavar="RATES", help="shares of expert calls that a cache serves, for --disk (default: "
       + ",".join(f"{h:g}" for h in HITS) + ")")  # fmt: skip
     p("--memory", metavar="RATE", help="bytes a second that the processor reads from memory, such as 20G, for "
-      "--disk (default: reads alone are predicted, a ceiling)")  # fmt: skip
+      "--disk (default: reads alone are predicted, a ceiling) and for the time of dense weights")  # fmt: skip
     p("--json", action="store_true", help="one JSON object on stdout")
     parser.set_defaults(run=run)
 
@@ -58,9 +58,11 @@ def run(args: argparse.Namespace) -> int:
     if (args.config is None) == (args.model is None):
         raise UsageError("expected either a config.json or a folder with one, or --model DIR")
     if args.model is not None:
-        _unused(args, ("disk", "hit", "memory"), "go with plan CONFIG_OR_DIR, not with --model")
+        _unused(args, ("disk", "hit"), "go with plan CONFIG_OR_DIR, not with --model")
+        rate = None if args.memory is None else parse_rate(args.memory, "--memory")
         memory = memory_plan(args.model, args)
-        print(json.dumps(memory_json(memory)) if args.json else "\n".join(memory_lines(memory)))
+        shown = memory_lines(memory, rate)
+        print(json.dumps(memory_json(memory, rate)) if args.json else "\n".join(shown))
         return 0
     folder, footprint = read(args.config, args.kv)
     memory = None
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if memory is None:
         _unused(
             args,
-            ("threads", "slots", "io", "policy", "source"),
+            ("threads", "slots", "io", "policy", "source", "vram", "hot_after", "gpu"),
             "need weights of a family that runs here",
         )
     ctx = _ctx(args.ctx, footprint) if memory is None else memory.ctx
@@ -88,7 +90,11 @@ def run(args: argparse.Namespace) -> int:
     if rates:
         lines += ["", *prediction(footprint, *rates)]
     if memory is not None:
-        lines += ["", *memory_lines(memory)]
+        lines += ["", *memory_lines(memory, rates and rates[2])]
+    else:
+        saved = footprint_savings(footprint, footprint.columns[0], ctx, ram)
+        if saved is not None:
+            lines += ["", *savings_lines(saved, rates and rates[2], footprint.columns[0].name)]
     print("\n".join([*lines, *(f"note: {note}" for note in footprint.notes)]))
     return 0
 
@@ -117,8 +123,10 @@ def read(path: str, kv: str) -> tuple[Path | None, Footprint]:
 
 def _unused(args: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
     for name in names:
-        if getattr(args, name) not in (None, "auto"):
-            raise UsageError(f"--{name}: --{', --'.join(names)} {why}")
+        given = getattr(args, name)
+        if given not in (None, "auto") and (name, given) != ("gpu", 0):
+            options = [f"--{x.replace('_', '-')}" for x in names]
+            raise UsageError(f"{options[names.index(name)]}: {', '.join(options)} {why}")
 
 
 def _ctx(given: int | None, f: Footprint) -> int:
@@ -201,13 +209,15 @@ def report(
             item["predicted"] = [
                 {"hit": hit, "tokens_per_s": predict(c, disk, hit, speed)} for hit in hits
             ]
+        saved = footprint_savings(f, c, ctx, ram)
+        item["dense_in_vram"] = saved and savings_json(saved, rates and rates[2])
     return asdict(f) | {
         "columns": columns,
         "ctx": ctx,
         "ram": ram,
         "disk": rates and rates[0],
         "memory": rates and rates[2],
-        "memory_plan": memory and memory_json(memory),
+        "memory_plan": memory and memory_json(memory, rates and rates[2]),
     }
 
 
@@ -287,6 +297,46 @@ def prediction(f: Footprint, disk: int, hits: tuple[float, ...], memory: int | N
     return lines
 
 
+# ---- what stays on the CPU -----------------------------------------------------------------------
+
+
+def memory_savings(memory: MemoryPlan) -> Savings:
+    size = {item.name: item.bytes for item in memory.items}
+    held = memory.slots * memory.unit // memory.slab if memory.slab else 0
+    return savings(
+        size["dense weights"], size["KV cache"] + size["session state"], size["dense weights"],
+        memory.token_experts * memory.slab, memory.slab, memory.experts - held,
+    )  # fmt: skip
+
+
+def footprint_savings(f: Footprint, c: Column, ctx: int, ram: int | None) -> Savings | None:
+    """Of a column; None where the architecture is not known. The embedding is read by row and stays."""
+    if c.active_bytes is None or f.kv_token_bytes is None or f.state_bytes is None:
+        return None
+    held = max((ram is not None and cached(f, c, ctx, ram)) or 0, 0)
+    state = math.ceil(f.kv_token_bytes * ctx) + 2 * f.state_bytes
+    return savings(
+        c.active_bytes, state, c.active_bytes, c.token_bytes, c.expert_bytes, f.experts - held
+    )
+
+
+def savings_json(s: Savings, rate: int | None) -> dict[str, Any]:
+    return asdict(s) | {"share": s.share, "token_s": None if rate is None else s.seconds(rate)}
+
+
+def savings_lines(s: Savings, rate: int | None, column: str = "") -> list[str]:
+    """column: which way to store the model the figures are of."""
+    lines = [
+        f"{column and f'{column}: '}attention, dense linears and KV stay on the CPU, with a GPU too: in VRAM they "
+        f"would free {format_size(s.ram)} of RAM (dense {format_size(s.dense)}, KV and state {format_size(s.state)}), "
+        f"room for {s.experts:,} more experts"
+    ]
+    text = f"dense weights are {100 * s.share:.0f} % of the bytes that a token computes with"
+    if rate is not None:
+        text += f": at {format_rate(rate)} from memory {1e3 * s.seconds(rate):.3g} ms of it, the most to be saved"
+    return [*lines, text]
+
+
 # ---- the memory of a checkpoint ------------------------------------------------------------------
 
 
@@ -301,11 +351,14 @@ def memory_plan(path: str | Path, args: argparse.Namespace) -> MemoryPlan:
     return plan_model(path, **model_options(args), text=tokenizer is not None)[-1]
 
 
-def memory_json(memory: MemoryPlan) -> dict[str, Any]:
-    return asdict(memory) | {"total": memory.total}
+def memory_json(memory: MemoryPlan, rate: int | None = None) -> dict[str, Any]:
+    saved = savings_json(memory_savings(memory), rate)
+    return asdict(memory) | {"total": memory.total, "dense_in_vram": saved}
 
 
-def memory_lines(memory: MemoryPlan) -> list[str]:
+def memory_lines(memory: MemoryPlan, rate: int | None = None) -> list[str]:
+    from mosaic_c import vram  # with the extension, which sizes of a config do not need
+
     lines = [
         f"{item.name:24} {format_size(item.bytes):>12}  {item.note}".rstrip()
         for item in memory.items
@@ -315,6 +368,8 @@ def memory_lines(memory: MemoryPlan) -> list[str]:
         f"{'budget':24} {format_size(memory.budget):>12}  {memory.reason}",
         f"{'smallest budget':24} {format_size(memory.floor):>12}",
         f"{'useful from':24} {format_size(memory.useful):>12}  all experts of one token stay cached",
+        *([] if memory.tier is None else vram.lines(memory.tier)),
+        *savings_lines(memory_savings(memory), rate),
         "fits" if memory.fits else f"does not fit: give --ram {memory.floor >> 20}M or more",
     ]
     return lines + [f"note: {warning}" for warning in memory.warnings]

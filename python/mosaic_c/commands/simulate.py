@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from mosaic_c.commands import simulate_vram
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.limits import format_size, parse_rate, parse_size
-from mosaic_c.modes import PER_LAYER, POLICIES
+from mosaic_c.modes import HOT_AFTER, PER_LAYER, POLICIES
 from mosaic_c.predict import OVERLAP, token_seconds
 from mosaic_c.trace import Trace, read_trace
 
@@ -49,6 +50,21 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
         metavar="F",
         default=argparse.SUPPRESS,
         help="the same as a share of all experts, such as 0.25",
+    )
+    size.add_argument(
+        "--vram-slots",
+        metavar="SIZES",
+        default=argparse.SUPPRESS,
+        help="compares rules by which experts come into VRAM, for shares of all experts or whole "
+        "numbers of slots, such as 0.05,0.1,512: loads over PCIe and calls that the GPU serves",
+    )
+    parser.add_argument(
+        "--hot-after",
+        type=int,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help=f"with --vram-slots: calls in {simulate_vram.WINDOW} tokens that earn a slot there "
+        f"(default: {HOT_AFTER})",
     )
     parser.add_argument(
         "--phase",
@@ -177,22 +193,78 @@ def replay(lines: Trace, policy: str, slots: int) -> np.ndarray:
     return misses
 
 
-def run(args: argparse.Namespace) -> int:
-    speed = _speed(args)
+def _lines(args: argparse.Namespace) -> Trace:
     trace = read_trace(args.trace)
     lines = trace.select(args.phase)
     if not len(lines):
         raise MosaicError(
             f"{args.trace}: none of {len(trace)} lines is {args.phase}; try --phase all"
         )
+    return lines
+
+
+def _warm(warm: int, n_token: int) -> None:
+    if not 0 <= warm < n_token:
+        raise UsageError(f"--warm {warm} is out of range: expected 0 to {n_token - 1}")
+
+
+def run_vram(args: argparse.Namespace) -> int:
+    for name in ("disk", "compute_ms", "overlap", "measured"):
+        if name in args:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                f"{option}: --vram-slots predicts no speed, expected --expert-bytes at most"
+            )
+    if args.policy != "auto":
+        raise UsageError(
+            f"--policy {args.policy}: --vram-slots has rules of its own, expected no policy"
+        )
+    after = getattr(args, "hot_after", HOT_AFTER)
+    if not 1 <= after <= simulate_vram.WINDOW:
+        raise UsageError(
+            f"--hot-after {after} is out of range: expected 1 to {simulate_vram.WINDOW}"
+        )
+    expert = _expert(args.expert_bytes) if "expert_bytes" in args else None
+    lines = _lines(args)
+    sizes = simulate_vram.parse_sizes(args.vram_slots, lines.n_layer * lines.n_expert)
+    token = tokens_of(lines, args.trace)
+    n_token = int(token[-1]) + 1
+    _warm(args.warm, n_token)
+    counted, tokens = token >= args.warm, n_token - args.warm
+    results = [
+        simulate_vram.study(lines, counted, tokens, n, after, lambda n: replay(lines, "lru", n))
+        for n in sizes
+    ]
+    if args.json:
+        common = {"lines": int(counted.sum()), "tokens": tokens, "hot_after": after}
+        common["window"] = simulate_vram.WINDOW
+        if expert is not None:
+            common["expert_bytes"] = expert
+        print(json.dumps({"sizes": results} | common))
+        return 0
+    warm = f" after {args.warm} tokens" if args.warm else ""
+    print(
+        f"{lines.n_layer * lines.n_expert} experts, {int(counted.sum())} {args.phase} lines{warm}"
+    )
+    for result in results:
+        print("\n".join(["", *simulate_vram.table(result, expert)]))
+    return 0
+
+
+def run(args: argparse.Namespace) -> int:
+    if "vram_slots" in args:
+        return run_vram(args)
+    if "hot_after" in args:
+        raise UsageError(f"--hot-after {args.hot_after}: expected --vram-slots, too")
+    speed = _speed(args)
+    lines = _lines(args)
     share = getattr(args, "share", None)
     slots = args.slots if share is None else slots_of(lines, args.policy, share)
     if not 1 <= slots < 2**31:
         raise UsageError(f"--slots {slots} is out of range: expected 1 to {2**31 - 1}")
     token = None if speed is None and args.warm == 0 else tokens_of(lines, args.trace)
     n_token = 1 if token is None else int(token[-1]) + 1
-    if not 0 <= args.warm < n_token:
-        raise UsageError(f"--warm {args.warm} is out of range: expected 0 to {n_token - 1}")
+    _warm(args.warm, n_token)
     counted = np.ones(len(lines), bool) if token is None else token >= args.warm
     touched = int(np.diff(lines.start)[counted].sum())
 

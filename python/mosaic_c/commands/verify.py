@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from mosaic_c.commands.options import add_source_option, check_source
+from mosaic_c.commands.options import add_gpu_options, add_source_option, check_source
 from mosaic_c.limits import format_size
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
         "verify",
         help="prove that settings never change a result",
         description="Runs a model with the smallest and the largest cache, other threads, every way of reading, "
-        "every kernel set of this CPU, every policy and another cut of the prompt, and compares all tokens "
+        "every kernel set of this CPU, every policy, a small cache on the GPU where this build has one "
+        "(--vram: of this size) and another cut of the prompt, and compares all tokens "
         "and all logits with the default's, bit for bit (any NaN equals any NaN). Exit status 1 when "
         "anything differs. The scalar kernels are slow: a large model takes minutes.",
     )
@@ -43,6 +44,7 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
     )
     p("--prompt", metavar="TEXT", help="a text, or token ids as 1,2,3 (default: a short text; random ids where "
       "the folder has no tokenizer)")  # fmt: skip
+    add_gpu_options(parser)
     add_source_option(parser)
     p("--json", action="store_true", help="one JSON object on stdout")
     parser.set_defaults(run=run)
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         report = verify(
             args.model, args.ram, args.tokens, args.prompt, started, progress,
-            lambda row: show(line(row, width, prompt)),
+            lambda row: show(line(row, width, prompt)), args.vram, args.gpu,
         )  # fmt: skip
     finally:
         bar.close()
