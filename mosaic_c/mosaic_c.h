@@ -259,10 +259,16 @@ int mc_session_snapshot(mc_session *s, mc_error *err);
 /* Back to position n: any n <= position for a model without recurrent state, otherwise 0, the
  * present position or that of a kept snapshot (MC_ERANGE names those kept). Later snapshots go. */
 int mc_session_rewind(mc_session *s, int64_t n, mc_error *err);
+/* Gives up the snapshot at position n; forks that share it keep it. MC_ERANGE: there is none. */
+int mc_session_forget(mc_session *s, int64_t n, mc_error *err);
+/* Gives up the room for the state that a step writes, half of what a session with recurrent state
+ * takes, until mc_step_begin needs it again (MC_EBUDGET, MC_ENOMEM): for one that is only kept. */
+int mc_session_rest(mc_session *s, mc_error *err);
 /* An independent copy; full KV pages are shared until one of the two writes. */
 int mc_session_fork(mc_session *s, mc_session **out, mc_error *err);
 /* The file holds KV, conv and recurrent state, position, `meta` bytes of the caller and a CRC;
- * written beside and renamed. model: 32 bytes that identify the weights. */
+ * written beside and renamed. model: 32 bytes that identify the weights. Calls on other sessions go
+ * on meanwhile; one on this session gets MC_EBUSY. */
 int mc_session_save(mc_session *s, const char *path, const uint8_t *model, const void *meta,
                     int64_t n_meta, mc_error *err);
 /* Reads a saved session into a new one. meta: room for n_meta bytes; returns the bytes of meta

@@ -38,14 +38,15 @@ static void truncate_pages(mc_session *s, int64_t pos) {
     while (s->n_page > keep) mci_kv_drop(s->kv, s->pages[--s->n_page]);
 }
 
+static void snap_drop(mc_kv *kv, mci_snap *p) {
+    if (--p->refs) return;
+    mci_release(&kv->e->mem, MC_MEM_STATE, p->state, kv->state_floats * 4);
+    free(p);
+}
+
 static void drop_snaps(mc_session *s, int64_t above) {
-    mc_kv *kv = s->kv;
-    while (s->n_snap && s->snaps[s->n_snap - 1]->pos > above) {
-        mci_snap *p = s->snaps[--s->n_snap];
-        if (--p->refs) continue;
-        mci_release(&kv->e->mem, MC_MEM_STATE, p->state, kv->state_floats * 4);
-        free(p);
-    }
+    while (s->n_snap && s->snaps[s->n_snap - 1]->pos > above)
+        snap_drop(s->kv, s->snaps[--s->n_snap]);
 }
 
 void mci_session_drop(mc_session *s) {
@@ -130,6 +131,39 @@ int mc_session_snapshot(mc_session *s, mc_error *err) {
     s->snaps[s->n_snap++] = p;
 done:
     session_leave(s);
+    return rc;
+}
+
+int mc_session_forget(mc_session *s, int64_t n, mc_error *err) {
+    int64_t i = 0;
+    int rc = session_enter(s, err);
+    if (rc < 0) return rc;
+    while (i < s->n_snap && s->snaps[i]->pos != n) i++;
+    if (i == s->n_snap) {
+        rc = mci_fail(err, MC_ERANGE, 0, "forget: no snapshot at position %lld", (long long)n);
+    } else {
+        snap_drop(s->kv, s->snaps[i]);
+        for (s->n_snap--; i < s->n_snap; i++) s->snaps[i] = s->snaps[i + 1];
+    }
+    session_leave(s);
+    return rc;
+}
+
+int mc_session_rest(mc_session *s, mc_error *err) {
+    int rc = session_enter(s, err);
+    if (rc < 0) return rc;
+    mci_release(&s->kv->e->mem, MC_MEM_STATE, s->state[s->cur ^ 1], s->kv->state_floats * 4);
+    s->state[s->cur ^ 1] = NULL;
+    session_leave(s);
+    return rc;
+}
+
+static int wake(mc_session *s, mc_error *err) {
+    if (s->state[s->cur ^ 1]) return MC_OK;
+    void *p;
+    int rc = mci_alloc(&s->kv->e->mem, MC_MEM_STATE, s->kv->state_floats * 4, "session state", &p,
+                       err);
+    s->state[s->cur ^ 1] = p;
     return rc;
 }
 
@@ -258,6 +292,10 @@ int mc_step_begin(mc_step *st, mc_session *const *sessions, int32_t n, mc_error 
             rc = mci_fail(err, MC_EINVAL, 0, "step: the sessions belong to different models");
         if (rc == MC_OK) rc = mci_session_claim(s, err);
         if (rc < 0) break;
+        if ((rc = wake(s, err)) < 0) {
+            atomic_store(&s->busy, 0);
+            break;
+        }
         s->refs++; /* a session freed by its owner lives until the step ends */
         st->seg[st->n++] = (mci_seg){.s = s, .pos = s->pos};
     }

@@ -50,7 +50,7 @@ struct mc_session {
     _Atomic int64_t pos; /* committed tokens */
     int32_t *pages;  /* (table_len); n_page held, enough for the pending tokens */
     int64_t n_page;
-    float *state[2]; /* [cur] is committed, the other one is the step's */
+    float *state[2]; /* [cur] is committed, the other one is the step's; NULL while at rest */
     int cur;
     mci_snap **snaps; /* by ascending position */
     int64_t n_snap, cap_snap;

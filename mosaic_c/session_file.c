@@ -88,14 +88,21 @@ static int write_all(mc_session *s, file *f, const header *h, const void *meta, 
 int mc_session_save(mc_session *s, const char *path, const uint8_t *model, const void *meta,
                     int64_t n_meta, mc_error *err) {
     mc_kv *kv = s->kv;
+    mc_engine *e = kv->e;
     header h = {.magic = "MCSESS\n", .version = VERSION, .header_bytes = sizeof h};
     char tmp[4096];
-    int rc = mci_enter(kv->e, err), fd;
+    int rc = mci_enter(e, err), fd;
     if (rc < 0) return rc;
     if ((rc = mci_session_claim(s, err)) < 0) {
-        mci_leave(kv->e);
+        mci_leave(e);
         return rc;
     }
+    /* A file takes long and steps of other sessions go on meanwhile, so it is written without the
+     * lock: the claim keeps the session as it is, a reference alive, and its references to pages
+     * make others copy these before they write. */
+    s->refs++;
+    mci_engine_retain(e);
+    mci_leave(e);
     file f = {.path = tmp};
     struct stat old;
     bool exists = stat(path, &old) == 0;
@@ -129,8 +136,12 @@ int mc_session_save(mc_session *s, const char *path, const uint8_t *model, const
         rc = mci_fail(err, MC_EIO, errno, "%s: cannot rename: %s", path, strerror(errno));
     if (rc < 0) unlink(tmp);
 done:
-    atomic_store(&s->busy, 0);
-    mci_leave(kv->e);
+    if (mci_enter(e, NULL) == MC_OK) { /* it is the process of before */
+        atomic_store(&s->busy, 0);
+        mci_session_drop(s);
+        mci_leave(e);
+    }
+    mci_engine_release(e);
     return rc;
 }
 

@@ -1,5 +1,7 @@
 """Shared by the tests: the small models of tests/vectors, and opening one with little memory."""
 
+import ctypes
+import gc
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,16 @@ def open_small(name, **options):
     """One of the small models; f32 KV and one page more than its prompt needs, unless told."""
     options = {"ram": "512M", "kv": "f32", "ctx": 256, "threads": 1} | options
     return mosaic_c.open(VECTORS / name, **options)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_memory():
+    """What a file's tests have freed goes back: budgets count all of this process."""
+    yield
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 @pytest.fixture(scope="session")

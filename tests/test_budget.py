@@ -126,6 +126,34 @@ def test_engine_takes_what_the_plan_says(io, expected):
         assert sum(stats.resident.values()) <= model.memory.engine_budget
 
 
+def test_sessions_that_were_planned_take_nothing_from_the_cache(expected):
+    one, four = plan(ctx=256), plan(ctx=256, sessions=4)
+    a, b = ({i.name: i.bytes for i in m.items} for m in (one, four))
+    for name in ("KV cache", "session state"):
+        assert b[name] == 4 * a[name]
+    queue = plan(ctx=256, sessions=4, waiting=10)
+    (item,) = (i.bytes for i in queue.items if i.name == "requests that wait")
+    assert item > 10 * 256 * 4 and queue.engine_budget == four.engine_budget - item
+    assert b["Python, later"] > a["Python, later"] and four.sessions == 4
+    for name in (HYBRID, "qwen3_bf16"):
+        m = plan(name, ctx=256, sessions=4)
+        with open_small(name, ram=m.floor + 2 * m.slab, threads=2, sessions=4) as model:
+            items, slots = {i.name: i.bytes for i in model.memory.items}, model.slots
+            ids = np.tile(expected[name]["prompt"], 4)[:256]
+            work = [(model.session(), ids) for _ in range(4)]
+            rows = model.forward(work)
+            assert all(np.array_equal(rows[0].view(np.int32), r.view(np.int32)) for r in rows[1:])
+            stats = model.stats()
+            assert stats.peak["state"] <= items["KV cache"] + items["session state"]
+            assert model.slots == slots
+            with pytest.raises(MosaicError, match="pool full"):
+                with model.session() as fifth:
+                    fifth.forward([1])
+    for wrong in (0, 1.5, True, 10**6):
+        with pytest.raises(UsageError, match="sessions"):
+            plan(sessions=wrong)
+
+
 def test_a_second_session_takes_its_memory_from_the_cache(tmp_path):
     """At a budget without slack sessions shrink the cache, until it is at its floor and the next is refused."""
     folder = tmp_path / "tiny"

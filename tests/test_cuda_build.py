@@ -21,9 +21,8 @@ esac
 while [ $# -gt 1 ]; do [ "$1" = -o ] && out="$2"; shift; done
 {body}
 """
-OBJECT = (
-    'echo \'int mci_fake;\' > "{folder}/t.cc" && {cc} -x c++ -fPIC -c "{folder}/t.cc" -o "$out"'
-)
+CODE = 'extern "C" int mci_gpu_get; int mci_gpu_get;'
+OBJECT = f"echo '{CODE}' > " + '"{folder}/t.cc" && {cc} -x c++ -fPIC -c "{folder}/t.cc" -o "$out"'
 
 
 class Toolkit:
@@ -163,6 +162,7 @@ def test_the_tests_compile_with_the_same_flags_for_the_same_architectures():
     ("exit 3", "exit status 3"),
     ("exit 0", "no object"),
     ("echo text > \"$out\"", "does not link"),
+    (OBJECT.replace("mci_gpu_get", "mci_other"), "does not link"),
 ])  # fmt: skip
 def test_an_nvcc_that_fails_leaves_a_build_without(toolkit, tmp_path, body, word):
     toolkit.nvcc(body=body)

@@ -16,7 +16,7 @@ from mosaic_c.names import demo_folder
 
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "demo.json").read_text(encoding="utf-8"))
 TEXTS = VECTORS["texts"]
-RAM = "300M"
+RAM = "1G"
 
 
 def say(model, prompt, limit=400):

@@ -255,7 +255,7 @@ def test_damage_names_the_tensor(packs, tmp_path, name):
         )
 
 
-@pytest.mark.parametrize("options", [{}, {"slots": 4, "ram": "300M"}])
+@pytest.mark.parametrize("options", [{}, {"slots": 4, "ram": "1G"}])
 def test_damage_of_a_row_of_the_embedding(packs, tmp_path, options):
     """In memory it is found when the model opens; read by row, when the row is asked for, and no other suffers."""
     folder = Path(shutil.copytree(packs["bf16", "int8"], tmp_path / "p"))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mosaic_c.errors import MosaicError, UsageError
-from mosaic_c.generation import Piece, StopStrings, generate, stop_ids
+from mosaic_c.generation import Piece, Run, StopStrings, generate, stop_ids
 from mosaic_c.sampling import Sampler, Sampling
 
 VOCAB = 300
@@ -89,6 +89,51 @@ def test_each_token_is_yielded_once_and_only_what_is_needed_is_evaluated():
     assert (gen.finish_reason, gen.stopped_by, gen.tokens) == ("length", None, list(b"hello"))
     expected = 9 - math.log(math.exp(9) + VOCAB - 1)
     assert all(math.isclose(p.logprob, expected, rel_tol=1e-5) for p in pieces)
+
+
+def test_a_run_turned_inside_out():
+    """The caller evaluates, in parts of any size."""
+    run = Run([1, 2, 3], 100, sampler=greedy(), detokenizer=Letters(), max_new_tokens=2)
+    assert (run.pending.tolist(), run.finish_reason, run.limit) == ([1, 2, 3], None, 2)
+    run.evaluated(2)
+    assert run.pending.tolist() == [3]
+    logits = np.zeros(VOCAB, np.float32)
+    logits[104] = 9
+    assert run.accept(logits).text == "h" and run.pending.tolist() == [104]
+    last = run.accept(logits)
+    assert (last.token, last.top, run.pending.tolist(), run.finish_reason) == (
+        104,
+        (),
+        [],
+        "length",
+    )
+    assert run.accept(logits) is None and run.tokens == [104, 104]
+    run = Run([1], 100, sampler=greedy(), max_new_tokens=0)
+    assert (run.pending.tolist(), run.finish_reason, run.accept(logits)) == ([], "length", None)
+
+
+def test_top_logprobs_and_constraints():
+    class Rule:
+        seen: list[int] = []
+
+        def mask(self):
+            return None if len(self.seen) == 1 else np.arange(200) == 100 + len(self.seen)
+
+        def advance(self, token):
+            self.seen.append(token)
+
+    rule = Rule()
+    pieces, _, _ = run([5, 6, 102, EOS], top_logprobs=2, constraint=rule, max_new_tokens=3)
+    assert [p.token for p in pieces] == rule.seen == [100, 6, 102]  # the second was free
+    assert [len(p.top) for p in pieces] == [2, 2, 2] and pieces[1].top[0] == (6, pieces[1].logprob)
+    assert pieces[0].top[0][0] == 5  # the model's own distribution
+    with pytest.raises(UsageError, match="top_logprobs"):
+        run("x", top_logprobs=True)
+    # a stop token ends the text and is no part of it
+    rule.seen = []
+    rule.mask = lambda: None
+    run([104, EOS], stop_ids=[EOS], constraint=rule)
+    assert rule.seen == [104]
 
 
 def test_a_piece_comes_before_the_next_token_is_evaluated():

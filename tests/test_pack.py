@@ -177,7 +177,7 @@ def test_generates(packs, name, capsys):
     args = ["generate", "hello", "--model", str(packs[name]), "-n", "5", "--temp", "0", "--ram"]
     assert main([*args, "400M"]) == 0
     assert capsys.readouterr().out
-    assert main(["plan", "--model", str(packs[name]), "--ram", "400M"]) == 0
+    assert main(["plan", "--model", str(packs[name]), "--ram", "1G"]) == 0
 
 
 @pytest.mark.parametrize("name", ["int4-row", "fp8"])

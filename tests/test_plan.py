@@ -90,19 +90,19 @@ def test_command_counts_what_a_budget_caches(command, flash):
 
 def test_command_on_a_checkpoint_adds_the_memory_plan(command):
     folder = VECTORS / "qwen35_fp8"
-    status, out, err = command(folder, "--ram", "300M", "--ctx", 256)
+    status, out, err = command(folder, "--ram", "1G", "--ctx", 256)
     assert (
         status == 0
         and "one expert" in out
         and "expert cache" in out
         and out.rstrip().endswith("fits")
     )
-    got = json.loads(command(folder, "--ram", "300M", "--ctx", 256, "--json")[1])
-    alone = json.loads(command("--model", folder, "--ram", "300M", "--ctx", 256, "--json")[1])
+    got = json.loads(command(folder, "--ram", "1G", "--ctx", 256, "--json")[1])
+    alone = json.loads(command("--model", folder, "--ram", "1G", "--ctx", 256, "--json")[1])
     assert (
         got["memory_plan"].keys() == alone.keys() and got["memory_plan"]["ctx"] == got["ctx"] == 256
     )
-    only = command("--model", folder, "--ram", "300M")[1]
+    only = command("--model", folder, "--ram", "1G")[1]
     assert "one expert" not in only and "expert cache" in only
     config_alone = json.loads(command(folder / "config.json", "--json")[1])
     assert config_alone["memory_plan"] is None

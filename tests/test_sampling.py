@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mosaic_c.errors import MosaicError, UsageError
-from mosaic_c.sampling import Sampler, Sampling, _exp, resolve
+from mosaic_c.sampling import Sampler, Sampling, _exp, best, resolve
 
 QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2]}
 
@@ -87,6 +87,8 @@ def test_settings_without_effect_are_named():
         ("min_p", 1.5),
         ("repetition_penalty", 0),
         ("repetition_penalty", 1e-60),
+        ("frequency_penalty", 2.1),
+        ("presence_penalty", -2.1),
         ("seed", -1),
         ("seed", 2**64),
     ],
@@ -185,6 +187,70 @@ def test_ties():
     assert Sampler(Sampling(1, top_p=0.5)).candidates(flat)[0].tolist() == [0, 1]
     assert Sampler(Sampling(1, top_p=0)).candidates(flat)[0].tolist() == [0]
     assert Sampler(Sampling(1, min_p=1)).candidates(logits_of(0, 2, 2))[0].tolist() == [1, 2]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    values=st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=30),
+    frequency=st.sampled_from([0.0, 0.5, -2.0, 2.0]),
+    presence=st.sampled_from([0.0, 1.5, -1.0]),
+    penalty=st.sampled_from([1.0, 1.3]),
+    temperature=st.sampled_from([0.0, 0.9]),
+)
+def test_frequency_and_presence_count_what_was_chosen(
+    values, frequency, presence, penalty, temperature
+):
+    logits, before = logits_of(*values), logits_of(*values)
+    s = Sampling(
+        temperature, repetition_penalty=penalty, frequency_penalty=frequency,
+        presence_penalty=presence, seed=3,
+    )  # fmt: skip
+    sampler, prompt, chosen = Sampler(s), [0, 1, 0], []
+    for _ in range(6):
+        # the prompt counts for the repetition penalty alone
+        plain = Sampler(Sampling(temperature, repetition_penalty=penalty))
+        want = plain._scores(logits, [*prompt, *chosen], None).copy()
+        for i in set(chosen):
+            want[i] -= np.float32(chosen.count(i)) * np.float32(frequency) + np.float32(presence)
+        got = sampler._scores(logits, [*prompt, *chosen], None)
+        np.testing.assert_array_equal(got, want)
+        token, logprob = sampler(logits, [*prompt, *chosen])
+        if temperature == 0:
+            assert token == int(np.argmax(want))
+        assert logprob == dict(best(logits, len(logits)))[token]
+        chosen.append(token)
+    np.testing.assert_array_equal(logits, before)
+
+
+def test_what_is_not_allowed_is_never_chosen():
+    logits = logits_of(5, 4, 3, 2, 1)
+    for n in (5, 4):  # a shorter one: what lies behind may not
+        mask = np.zeros(n, bool)
+        mask[2:4] = True
+        greedy, drawn = Sampler(Sampling()), Sampler(Sampling(5, seed=1))
+        token, logprob = greedy(logits, (), mask)
+        assert token == 2 and logprob == dict(best(logits, 5))[2]
+        assert {drawn(logits, (), mask)[0] for _ in range(50)} == {2, 3}
+        assert drawn.candidates(logits, (), mask)[0].tolist() == [2, 3]
+    assert logits[0] == 5
+    with pytest.raises(MosaicError, match="none of the tokens") as caught:
+        Sampler(Sampling())(logits, (), np.zeros(5, bool))
+    assert caught.value.code == "EDOM"
+    for wrong in (np.ones(6, bool), np.ones(5), np.ones((1, 5), bool)):
+        with pytest.raises(UsageError, match="allowed: expected"):
+            Sampler(Sampling())(logits, (), wrong)
+
+
+def test_the_likeliest_tokens():
+    logits = logits_of(1, 3, 2, 3, -np.inf)
+    norm = math.log(math.exp(1) + 2 * math.exp(3) + math.exp(2))
+    top = best(logits, 3)
+    assert [i for i, _ in top] == [1, 3, 2]  # of equals the lower id
+    assert [p for _, p in top] == pytest.approx([3 - norm, 3 - norm, 2 - norm])
+    assert best(logits, 0) == () and len(best(logits, 9)) == 5
+    assert Sampler(Sampling())(logits) == top[0]
+    with pytest.raises(MosaicError):
+        best(logits_of(1, np.nan), 1)
 
 
 def test_top_p_over_a_large_vocabulary():

@@ -10,7 +10,7 @@ import pytest
 from conftest import MODELS, VECTORS, open_small
 
 import mosaic_c
-from mosaic_c import MosaicError, UsageError
+from mosaic_c import MosaicError, UsageError, blocks, engine, engine_pure
 
 HYBRID, PLAIN = "qwen35_fp8", "qwen3_bf16"
 
@@ -52,6 +52,65 @@ def test_snapshot_and_rewind(name, expected, reference):
         assert same(s.forward(prompt[30:]), ref[30:])
         s.rewind(0)
         assert same(s.forward(prompt), ref)
+
+
+def test_a_snapshot_given_up(expected, reference):
+    prompt = expected[HYBRID]["prompt"]
+    with open_small(HYBRID, sessions=2) as model:
+        s = model.session()
+        for at in (10, 30, 60, 90):
+            s.forward(prompt[s.position : at])
+            s.snapshot()
+        s.snapshot()  # kept already
+        assert s.snapshots == [10, 30, 60, 90]
+        before = model._free()
+        fork = s.fork()
+        s.forget(30)
+        assert s.snapshots == [10, 60, 90] and fork.snapshots == [10, 30, 60, 90]
+        with pytest.raises(MosaicError, match="no snapshot at position 30"):
+            s.forget(30)
+        with pytest.raises(MosaicError, match="kept: 0, 10, 60, 90"):
+            s.rewind(30)
+        fork.rewind(30)
+        assert fork.snapshots == [10, 30]
+        assert same(fork.forward(prompt[30:]), reference[HYBRID][30:])
+        fork.close()
+        assert model._free() > before  # with the fork the last holder of the snapshot went
+        s.rewind(60)
+        assert s.snapshots == [10, 60]
+        assert same(s.forward(prompt[60:]), reference[HYBRID][60:])
+
+
+def _state_bytes(model):
+    """Of one copy of the recurrent and conv state."""
+    desc = blocks.state(model.plan, model.ctx, engine.DTYPES["F32"])
+    return (engine_pure.kv_bytes(desc)[1] - 4 * desc["pages"]) // 2
+
+
+def test_a_session_at_rest_takes_half(expected, reference):
+    prompt = expected[HYBRID]["prompt"]
+    with open_small(HYBRID, sessions=2) as model:
+        s = model.session()
+        s.forward(prompt[:40])
+        s.snapshot()
+        s.forward(prompt[40:70])
+        awake = model._free()
+        s.rest()
+        s.rest()
+        assert model._free() == awake + _state_bytes(model)
+        fork = s.fork()
+        assert same(fork.forward(prompt[70:]), reference[HYBRID][70:])
+        s.rewind(40)
+        assert same(s.forward(prompt[40:]), reference[HYBRID][40:])
+
+
+def test_many_sequences_in_one_step(expected, reference):
+    """More than the output head takes at once, of different lengths."""
+    prompt = expected[PLAIN]["prompt"]
+    with open_small(PLAIN, sessions=20, ctx=64) as model:
+        work = [(model.session(), prompt[: 1 + n]) for n in range(20)]
+        for n, row in enumerate(model.forward(work)):
+            assert same(row, reference[PLAIN][n])
 
 
 def test_rewind_without_snapshot(expected, reference):

@@ -77,6 +77,18 @@ class Sessions(RuleBasedStateMachine):
         x[1] = x[1][:to]
         x[2] = {p for p in x[2] if p <= to}
 
+    @rule(i=st.integers(0, 2), which=st.integers(0, 9))
+    def forget(self, i, which):
+        x = self.pick(i)
+        if kept := x[0].snapshots:
+            at = kept[which % len(kept)]
+            x[0].forget(at)
+            x[2] = x[2] - {at} | {0}
+
+    @rule(i=st.integers(0, 2))
+    def rest(self, i):
+        self.pick(i)[0].rest()
+
     @rule(i=st.integers(0, 2))
     def fork(self, i):
         if len(self.live) < 3:

@@ -63,7 +63,7 @@ def flip(y, row, index, bit=0):
 
 
 def run(folder=FOLDER, **options):
-    report = verify.verify(folder, **({"ram": "512M", "tokens": 4} | options))
+    report = verify.verify(folder, **({"ram": "2G", "tokens": 4} | options))
     return report, {row.setting: row for row in report.rows}
 
 
@@ -158,7 +158,7 @@ def test_a_model_whose_bits_differ_is_found(few, monkeypatch, tmp_path, capsys):
         return real(other if io == "pread" else folder, io=io, **options)
 
     monkeypatch.setattr(verify, "open_model", open_model)
-    status = cli.main(["verify", "-m", str(FOLDER), "--ram", "512M", "--tokens", "4"])
+    status = cli.main(["verify", "-m", str(FOLDER), "--ram", "1G", "--tokens", "4"])
     out = capsys.readouterr().out
     assert status == 1 and "DIFFERENT: io pread\n" in out
     assert "DIFFER" in next(x for x in out.splitlines() if x.startswith("io pread"))
@@ -254,7 +254,7 @@ def test_evidence_is_asked_of_the_statistics():
 
 
 def test_memory_does_not_grow_with_the_run():
-    job = verify.Job(FOLDER, {"ram": "512M", "ctx": 256}, list(range(64)), 20)
+    job = verify.Job(FOLDER, {"ram": "2G", "ctx": 256}, list(range(64)), 20)
     out = verify.run_here(job, Setting("baseline"), lambda *news: None)
     assert isinstance(out, Run) and len(out.digests) == 64 + 19 and out.row is None
     assert {len(d) for d in out.digests} == {16}

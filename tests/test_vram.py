@@ -314,7 +314,7 @@ def test_generate_tells_in_text_and_json(gpu, capsys):
 
 
 def test_verbose_says_why_there_is_none(no_gpu, capsys):
-    args = ["generate", "--ids", "1", "-n", "1", "-m", str(FOLDER), "--ram", "512M", "--ctx", "64"]
+    args = ["generate", "--ids", "1", "-n", "1", "-m", str(FOLDER), "--ram", "1G", "--ctx", "64"]
     assert cli.main(args) == 0 and WHY not in capsys.readouterr().err
     assert cli.main([*args, "-v"]) == 0 and f"no GPU: {WHY}" in capsys.readouterr().err
 
@@ -364,7 +364,7 @@ def test_verify_without_a_gpu_has_no_such_run(no_gpu):
 
 
 def test_plan_shows_vram_and_what_stays_on_the_cpu(gpu, capsys):
-    args = ["plan", "-m", str(FOLDER), "--ram", "300M", "--ctx", "256"]
+    args = ["plan", "-m", str(FOLDER), "--ram", "1G", "--ctx", "256"]
     assert cli.main([*args, "--vram", "50M", "--memory", "20G"]) == 0
     out = capsys.readouterr().out
     assert "VRAM of GPU 0, Test GPU" in out and "expert slots" in out and "work space" in out
@@ -400,5 +400,5 @@ def test_plan_of_a_config_says_it_too(capsys, no_gpu):
 def test_a_sweep_never_uses_a_gpu(gpu):
     from mosaic_c import sweep
 
-    row = sweep.point(str(FOLDER), slots=4, tokens=3, ram="512M", threads=1)
+    row = sweep.point(str(FOLDER), slots=4, tokens=3, ram="1G", threads=1)
     assert row["hits"] + row["misses"] and not gpu.events.count("probe") and not gpu.tiers

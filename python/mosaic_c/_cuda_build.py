@@ -84,8 +84,14 @@ Run = Callable[[list[str]], Result]
 
 
 def run(command: list[str]) -> Result:
+    # a driver that hangs takes its tool with it
+    limit = 10 if command[0] == "nvidia-smi" else None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=limit
+        )
+    except subprocess.TimeoutExpired:
+        return Result(None, err=f"{command[0]}: no answer in {limit} s")
     except OSError as error:
         return Result(None, err=f"{command[0]}: {error.strerror}")
     return Result(done.returncode, done.stdout, done.stderr)
@@ -200,7 +206,9 @@ def compile_cuda(
         return "no libcudart_static.a beside it: install the whole toolkit"
     compiler = shlex.split(env.get("CC") or "cc")
     linked = run([
-        *compiler, "-shared", "-o", str(trial), str(out), *(f"-L{p}" for p in places), *(f"-l{x}" for x in LIBRARIES)
+        # whole: what is undefined here would only be missed when the package is imported
+        *compiler, "-shared", "-Wl,-z,defs", "-Wl,--require-defined=mci_gpu_get", "-o", str(trial), str(out),
+        *(f"-L{p}" for p in places), *(f"-l{x}" for x in LIBRARIES),
     ])  # fmt: skip
     trial.unlink(missing_ok=True)
     return (out, places) if linked.ok else f"its object does not link: {linked.reason}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from mosaic_c.engine import PAGE_TOKENS
 from mosaic_c.plan import Attention, DeltaNet, ModelPlan, Moe, Norm, Weight
 
 Find = Callable[[Weight | None], dict[str, int]]
@@ -98,9 +99,10 @@ def moe(m: Moe, layer: int, hidden: int, chunk: int, find: Find) -> Desc:
     }
 
 
-def state(plan: ModelPlan, ctx: int, dtype: int) -> Desc:
-    """mc_kv_desc: what one sequence carries. All layers of a kind have one shape."""
-    desc: Desc = {"ctx": ctx, "dtype": dtype}
+def state(plan: ModelPlan, ctx: int, dtype: int, sessions: int = 1) -> Desc:
+    """mc_kv_desc: what one sequence carries, and a page pool for so many. All layers of a kind have one shape."""
+    pages = sessions * -(-ctx // PAGE_TOKENS)
+    desc: Desc = {"ctx": ctx, "dtype": dtype, "pages": pages}
     attn, lin = plan.attention_layers, plan.delta_layers
     if attn:
         a = attn[0]

@@ -29,6 +29,12 @@ BUSY = 512  # from here on a larger chunk saves reads, but no time of computing
 PROCESS_GROWTH = 12 * MB
 # Encoding a prompt takes about 250 bytes a character, and a token is four characters or so.
 CTX_BYTES = 1024
+# Of each further session: the tokens of a full context as Python holds them, and a row of logits.
+SESSION_CTX_BYTES = 96
+SESSION_VOCAB_BYTES = 8
+# A request in a queue: its tokens in 32 bits, and what stands around them (5 KB measured; a server adds its own).
+WAITING_TOKEN_BYTES = 4
+WAITING_BYTES = 32 << 10
 STACK = 96 << 10  # touched part of a thread's stack
 TENSOR_SLACK = 12 << 10  # alignment around a resident tensor
 LOAD_PIECE = 4 * MB  # of a dense tensor in flight in one lane
@@ -70,6 +76,7 @@ class MemoryPlan:
     embedding: bool  # the embedding stays in memory
     mapped: bool  # experts stay in mapped files, all of them
     warnings: tuple[str, ...] = field(default=())
+    sessions: int = 1  # whose contexts the KV pool holds, and whose state is counted
     tier: Tier | None = None  # experts in VRAM
     no_tier: str = ""  # why there is none
 
@@ -146,13 +153,15 @@ def plan_memory(
     slots: int | None = None,
     later: int = 0,
     mapped: bool = False,
+    sessions: int = 1,
+    waiting: int = 0,
     gpu: Offer | str = "",
 ) -> MemoryPlan:
     """The plan for a located model; never raises for a budget that is too small (fits is False).
 
     later: bytes that Python is known to take later (a tokenizer). lanes: reads under way at once, each with
     memory of its own. mapped: experts are mapped files (--io mmap), which only works with all of them in memory.
-    gpu: what vram.look found.
+    sessions: sequences that shall run at once. waiting: requests that may wait for that. gpu: what vram.look found.
     """
     plan = located.plan
     if ctx is not None and not 1 <= ctx <= plan.max_positions:
@@ -181,21 +190,28 @@ def plan_memory(
     if slots is not None and slots < hard:
         raise UsageError(f"slots: a token needs {hard} experts of a layer at once, got {slots}")
     python = process_bytes()
-    later += PROCESS_GROWTH + plan.vocab * 64
+    later += PROCESS_GROWTH + plan.vocab * (64 + (sessions - 1) * SESSION_VOCAB_BYTES)
+    ctx_bytes = CTX_BYTES + (sessions - 1) * SESSION_CTX_BYTES
+    each = f"{sessions} x " if sessions > 1 else ""
+
+    def queued(ctx: int) -> list[Item]:
+        need = waiting * (WAITING_BYTES + ctx * WAITING_TOKEN_BYTES)
+        return [Item("requests that wait", need, f"{waiting} x {ctx} tokens")] if waiting else []
 
     def items_for(ctx: int, chunk: int) -> list[Item]:
-        pool, state = engine_pure.kv_bytes(blocks.state(plan, ctx, engine.DTYPES[kv.upper()]))
+        pool, state = kv_bytes(located, kv, ctx, sessions)
         items = [
             Item("Python and libraries", python, "measured"),
-            Item("Python, later", later + ctx * CTX_BYTES, "tokenizer, imports, sampling, prompt"),
+            Item("Python, later", later + ctx * ctx_bytes, "tokenizer, imports, sampling, prompt"),
+            *queued(ctx),
             Item("dense weights", dense_bytes(located), "resident"),
             Item("expert scales", scales, "resident" if scales else "read with their experts"),
             Item("expert tables", experts * EXPERT_META + len(moe) * LAYER_META),
-            Item("KV cache", pool, f"{ctx} tokens, {kv}"),
+            Item("KV cache", pool, f"{each}{ctx} tokens, {kv}"),
             Item(
                 "session state",
-                state,
-                "recurrent and conv, two copies" if plan.delta_layers else "",
+                sessions * state,
+                f"{each}recurrent and conv, two copies" if plan.delta_layers else "",
             ),
             Item("scratch", scratch_bytes(plan, ctx, chunk, threads), f"chunks of {chunk} tokens"),
             Item("quantised activations", threads * acts, "a copy a thread" if acts else ""),
@@ -221,7 +237,7 @@ def plan_memory(
 
     reserve = max(hard, slots or 0) * unit  # slots that must fit beside everything else
     smallest_chunk = min(CHUNKS[-1], ctx or CHUNKS[-1])
-    chosen = ctx or _default_ctx(located, kv, budget - python)
+    chosen = ctx or _default_ctx(located, kv, budget - python, sessions)
     while ctx is None and chosen > MIN_DEFAULT_CTX:
         if fixed(chosen, smallest_chunk) + reserve <= budget:
             break
@@ -280,13 +296,18 @@ def plan_memory(
         slab=slab,
         experts=experts,
         token_experts=top_k * len(moe),
-        engine_budget=budget - python - later - chosen * CTX_BYTES,
+        engine_budget=budget
+        - python
+        - later
+        - chosen * ctx_bytes
+        - sum(item.bytes for item in queued(chosen)),
         floor=_round_up(floor),
         useful=_round_up(wanted),
         fits=fits,
         embedding=embedding,
         mapped=mapped,
         warnings=tuple(warnings),
+        sessions=sessions,
         tier=gpu.tier(chunk) if isinstance(gpu, Offer) else None,
         no_tier=gpu if isinstance(gpu, str) else "",
     )
@@ -308,12 +329,19 @@ def require_fit(memory: MemoryPlan) -> None:
         )
 
 
-def _default_ctx(located: Located, kv: str, available: int) -> int:
+def kv_bytes(located: Located, kv: str, ctx: int, sessions: int) -> tuple[int, int]:
+    """(page pool of so many contexts, one session's state) in bytes."""
+    return engine_pure.kv_bytes(
+        blocks.state(located.plan, ctx, engine.DTYPES[kv.upper()], sessions)
+    )
+
+
+def _default_ctx(located: Located, kv: str, available: int, sessions: int) -> int:
     """min(model limit, 32768, what fits): KV pages may take a quarter of what dense weights leave."""
     plan, free = located.plan, available - dense_bytes(located)
     ctx = min(plan.max_positions, MAX_DEFAULT_CTX)
     while ctx > MIN_DEFAULT_CTX:
-        pool, _ = engine_pure.kv_bytes(blocks.state(plan, ctx, engine.DTYPES[kv.upper()]))
+        pool, _ = kv_bytes(located, kv, ctx, sessions)
         if pool * 4 <= free:
             break
         ctx = max(ctx // 2, MIN_DEFAULT_CTX)

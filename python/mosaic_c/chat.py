@@ -18,7 +18,7 @@ from typing import Any
 from .errors import MosaicError, UsageError
 from .jsonfile import shown_path
 from .template import REASONING, chat_template, compared_strings, plain, prepare, render
-from .tokenizer import Tokenizer, check_text
+from .tokenizer import Tokenizer, check_fits, check_text
 
 
 def encode_chat(
@@ -30,14 +30,16 @@ def encode_chat(
     documents: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
+    most_tokens: int | None = None,
     **more: Any,
 ) -> list[int]:
     """Token ids of a conversation, rendered by the checkpoint's template (or `template`, a name or
     Jinja source).
 
     variables and further keywords (enable_thinking=False, ...) go to the template; they are as
-    little trusted as the messages. Raises as render() does, and MosaicError ENOENT when the
-    checkpoint has no template.
+    little trusted as the messages. most_tokens: a text that surely has more is refused (ECONTEXT)
+    before it is encoded, which takes memory. Raises as render() does, and MosaicError ENOENT when
+    the checkpoint has no template.
     """
     if template is not None and "{" in template:
         source = template
@@ -68,6 +70,8 @@ def encode_chat(
         add_generation_prompt=add_generation_prompt,
         variables={**tokenizer.variables, **mask.value(given["variables"])},
     )
+    if most_tokens is not None:
+        check_fits(tokenizer, text, most_tokens)
     if not mask.hidden:
         return tokenizer.encode(text, bos=False)
     return tokenizer.encode_masked(

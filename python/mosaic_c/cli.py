@@ -23,6 +23,7 @@ from mosaic_c.jsonfile import shown_path
 
 COMMANDS = (
     "generate",
+    "chat",
     "inspect",
     "plan",
     "synth",
@@ -32,9 +33,10 @@ COMMANDS = (
     "bench",
     "verify",
     "doctor",
+    "serve",
 )
 PATHS = ("model", "path", "config", "src", "dst", "trace", "routing", "compare", "plot", "source", "text",
-         "folder")  # fmt: skip
+         "folder", "state_dir", "api_key_file")  # fmt: skip
 # the argument of a command that is a model's folder or name, beside --model
 MODELS = {"inspect": "path", "doctor": "path", "convert": "src", "plan": "config"}
 

@@ -26,22 +26,24 @@ def gpu(roots: Roots) -> Iterator[Finding]:
     if why is not None:
         yield _without(why, driver)
         return
-    try:
-        first = engine.gpu_probe(0)
-    except MosaicError as error:
-        advice = _repair(driver)
-        data: dict[str, Any] = {"built": True, "driver": driver}
-        level = "warning" if driver else "note"
-        text = f"built with CUDA, but no device can be used, all runs on the CPU: {error}"
-        yield Finding("gpu", level, text, advice, data)
-        return
-    yield _device(0, first)
-    for i in range(1, min(first["devices"], DEVICES)):
+    found, bad = [], []
+    for i in range(DEVICES):
         try:
-            yield _device(i, engine.gpu_probe(i))
+            found.append(_device(i, engine.gpu_probe(i)))
         except MosaicError as error:
-            text = f"GPU {i} cannot be used: {error}"
-            yield Finding("gpu", "warning", text, "leave it out, or see what nvidia-smi says")
+            if error.code == "ERANGE" or str(error) in (str(e) for _, e in bad):
+                break  # no more of them, or what concerns all
+            bad.append((i, error))
+    if not found:
+        text = f"built with CUDA, but no device can be used, all runs on the CPU: {bad[0][1]}"
+        data: dict[str, Any] = {"built": True, "driver": driver}
+        there = bool(driver) or "driver is" in str(bad[0][1])  # in WSL2 /proc does not show it
+        yield Finding("gpu", "warning" if there else "note", text, _repair(there), data)
+        return
+    yield from found
+    for i, error in bad:
+        advice = f"use another one: --gpu {found[0].data['index']}"
+        yield Finding("gpu", "warning", f"GPU {i} cannot be used: {error}", advice)
 
 
 def _driver(roots: Roots) -> str:
@@ -67,7 +69,7 @@ def _without(why: str, driver: str) -> Finding:
     return Finding("gpu", "warning", f"{why}, so NVIDIA driver {driver} is no use", advice, data)
 
 
-def _repair(driver: str) -> str:
+def _repair(driver: bool) -> str:
     if not driver:
         return "without an NVIDIA GPU nothing is amiss; with one install its driver"
     return "update the driver, and see whether nvidia-smi finds the device; in a container pass the GPU through"

@@ -296,6 +296,12 @@ class SessionHandle(Handle):
     def rewind(self, n: int) -> None:
         call(lib.mc_session_rewind, self, n)
 
+    def forget(self, n: int) -> None:
+        call(lib.mc_session_forget, self, n)
+
+    def rest(self) -> None:
+        call(lib.mc_session_rest, self)
+
     @property
     def position(self) -> int:
         own = self.pin()

@@ -2,7 +2,8 @@
 
 Owns: when to stop and which text may already be shown. Promises: each chosen token is yielded once
 and at once; no token is evaluated that nothing depends on; text of a stop string never comes out.
-Knows nothing of how a session computes or how a token is chosen.
+Knows nothing of how a session computes or how a token is chosen. Run is the loop turned inside out,
+for whoever evaluates the tokens of many sequences together; Generation drives one by itself.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import MosaicError, UsageError
+from .sampling import best
 from .tokenizer import Detokenizer, Tokenizer
 
 
@@ -36,19 +38,34 @@ class Session(Protocol):
         ...
 
 
-Chooser = Callable[[npt.NDArray[np.float32], npt.NDArray[np.int64]], tuple[int, float]]
+Chooser = Callable[[npt.NDArray[np.float32], npt.NDArray[np.int32]], tuple[int, float]]
 
 
 @dataclass(frozen=True)
 class Piece:
     """One chosen token. logprob: natural logarithm, of the model's own distribution.
 
-    text: what became certain with it, which may be "" or more than the token's own.
+    text: what became certain with it, which may be "" or more than the token's own. top: the
+    likeliest tokens with their logprobs, best first, where they were asked for.
     """
 
     token: int
     text: str
     logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Constraint(Protocol):
+    """What the text may be, token by token: a grammar."""
+
+    def mask(self) -> npt.NDArray[np.bool_] | None:
+        """(n,) which tokens may come next, n at most the vocabulary (what lies behind may not);
+        None: any."""
+        ...
+
+    def advance(self, token: int) -> None:
+        """Takes note of a token that was chosen and belongs to the text."""
+        ...
 
 
 class StopStrings:
@@ -110,20 +127,21 @@ class StopStrings:
         return out
 
 
-class Generation(Iterator[Piece]):
-    """A running generation: iterate it for the pieces. Can be iterated once.
+class Run:
+    """One sequence's decoding, for a caller that evaluates: pending, then accept, until it is done.
 
-    finish_reason: None while running (and after an error or an interrupt), "stop" (a stop token or
-    stop string) or "length" (max_new_tokens or the context); already set when the last piece is
-    yielded. stopped_by: the stop token's id or the stop string, None otherwise. limit: most tokens
-    this run may give. tokens: all chosen so far. The last of them is not evaluated: its logits were
-    never needed.
+    ids: all so far, what history stands for and the prompt first. pending: those of them to
+    evaluate next, the prompt's first, later the last token. finish_reason: None while running,
+    "stop" (a stop token or stop string) or "length" (max_new_tokens or the context); set with the
+    last piece. stopped_by: the stop token's id or the stop string, None otherwise. limit: most
+    tokens this run may give. tokens: all chosen so far; the last of a finished run is never
+    pending: nothing depends on its logits.
     """
 
     def __init__(
         self,
-        session: Session,
         ids: Sequence[int],
+        room: int,
         *,
         sampler: Chooser,
         stop_ids: Iterable[int] = (),
@@ -132,74 +150,70 @@ class Generation(Iterator[Piece]):
         detokenizer: Detokenizer | None = None,
         ignore_eos: bool = False,
         history: Sequence[int] = (),
+        top_logprobs: int = 0,
+        constraint: Constraint | None = None,
     ) -> None:
+        """room: tokens that fit into the context beside what history stands for. top_logprobs,
+        constraint: these need a sampling.Sampler; for the rest see generate()."""
         self.finish_reason: str | None = None
         self.stopped_by: int | str | None = None
         self.tokens: list[int] = []
-        self._session = session
-        self._ids = _checked_ids(ids, "ids")
-        self._history = _checked_ids(history, "history") + self._ids
+        prompt, before = _checked_ids(ids, "ids"), _checked_ids(history, "history")
         self._choose = sampler
         self._stop_ids = frozenset() if ignore_eos else frozenset(stop_ids)
         self._stops = StopStrings(stop)
         self._detokenizer = detokenizer
+        self._top_logprobs = _checked_top(top_logprobs)
+        self._constraint = constraint
         if detokenizer is None and self._stops.stops:
             raise UsageError("stop strings need a tokenizer, and there is none: use stop token ids")
-        self.limit = self._limit(max_new_tokens)
-        self._pieces: Generator[Piece, None, None] = self._run()
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self
-
-    def __next__(self) -> Piece:
-        return next(self._pieces)
-
-    def close(self) -> None:
-        """Ends the run early; what was held back is dropped."""
-        self._pieces.close()
-
-    def _limit(self, wanted: int | None) -> int:
-        whole = isinstance(wanted, (int, np.integer)) and not isinstance(wanted, bool)
-        if wanted is not None and not (whole and wanted >= 0):
-            raise UsageError(
-                f"max_new_tokens: expected an integer >= 0 or None (room left), got {wanted!r}"
-            )
-        if not self._ids:
-            raise UsageError("the prompt is empty: expected at least one token")
-        room = self._session.room
-        if len(self._ids) > room:
-            raise MosaicError(
-                f"the prompt has {len(self._ids)} tokens and the context has room for {room}: "
-                "shorten it or use a larger context (--ctx)",
-                "ECONTEXT",
-            )
-        # A prompt that fills the context exactly still gives one token: that one is never
-        # evaluated.
-        left = max(1, room - len(self._ids))
-        return left if wanted is None else min(int(wanted), left)
-
-    def _run(self) -> Generator[Piece, None, None]:
+        self.limit = _limit(max_new_tokens, len(prompt), room)
+        # The one copy of the ids, and small: a request that waits in a queue holds little else.
+        self._ids = np.concatenate([before, prompt])
+        self._count, self._at = len(self._ids), len(before)
         if self.limit == 0:
-            self.finish_reason = "length"
-            return
-        history = np.empty(len(self._history) + min(self.limit, 1024), dtype=np.int64)
-        count = len(self._history)
-        history[:count] = self._history
-        logits = self._session.forward(self._ids, last=True)
-        while True:
-            token, logprob = self._choose(logits, history[:count])
-            self.tokens.append(token)
-            text = self._accept(token)
-            yield Piece(token, text, logprob)
-            if self.finish_reason is not None:
-                return
-            if count == len(history):
-                history = np.concatenate([history, np.empty_like(history)])
-            history[count] = token
-            count += 1
-            logits = self._session.forward([token], last=True)
+            self._at, self.finish_reason = self._count, "length"
 
-    def _accept(self, token: int) -> str:
+    @property
+    def ids(self) -> npt.NDArray[np.int32]:
+        return self._ids[: self._count]
+
+    @property
+    def pending(self) -> npt.NDArray[np.int32]:
+        return self._ids[self._at : self._count]
+
+    def evaluated(self, n: int) -> None:
+        """Notes that the first n of pending were evaluated, or need not be."""
+        self._at += n
+
+    def resume(self, n: int) -> None:
+        """Notes that a state holds just the first n of ids."""
+        self._at = n if self.finish_reason is None else self._count
+
+    def accept(self, logits: npt.NDArray[np.float32]) -> Piece | None:
+        """Chooses a token by the logits (vocab,) behind the last of pending, all of which are then
+        evaluated; what can be shown with it. None: the run is over."""
+        if self.finish_reason is not None:
+            return None
+        if self._constraint is None:
+            token, logprob = self._choose(logits, self.ids)
+        else:
+            allowed = self._constraint.mask()
+            token, logprob = self._choose(logits, self.ids, allowed)  # type: ignore[call-arg]
+        top = best(logits, self._top_logprobs) if self._top_logprobs else ()
+        if self._constraint is not None and token not in self._stop_ids:
+            self._constraint.advance(token)
+        self.tokens.append(token)
+        text = self._shown(token)
+        if self._count == len(self._ids):
+            more = min(self.limit - len(self.tokens) + 1, max(self._count, 64))
+            self._ids = np.concatenate([self._ids, np.empty(more, np.int32)])
+        self._ids[self._count] = token
+        self._count += 1
+        self._at = self._count - (self.finish_reason is None)
+        return Piece(token, text, logprob, top)
+
+    def _shown(self, token: int) -> str:
         """Decides whether token is the last one; returns the text that can be shown with it."""
         stopping = token in self._stop_ids
         full = len(self.tokens) == self.limit
@@ -222,13 +236,60 @@ class Generation(Iterator[Piece]):
         return text + self._stops.push(hidden, shown=False)
 
 
+class Generation(Iterator[Piece]):
+    """A running generation: iterate it for the pieces. Can be iterated once.
+
+    finish_reason, stopped_by, limit and tokens are those of its Run; finish_reason stays None after
+    an error or an interrupt.
+    """
+
+    def __init__(self, session: Session, ids: Sequence[int], **options: Any) -> None:
+        """options: those of Run."""
+        self.run = Run(ids, session.room, **options)
+        self._session = session
+        self._pieces: Generator[Piece, None, None] = self._each()
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.run.finish_reason
+
+    @property
+    def stopped_by(self) -> int | str | None:
+        return self.run.stopped_by
+
+    @property
+    def limit(self) -> int:
+        return self.run.limit
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.run.tokens
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Ends the run early; what was held back is dropped."""
+        self._pieces.close()
+
+    def _each(self) -> Generator[Piece, None, None]:
+        while len(pending := self.run.pending):
+            piece = self.run.accept(self._session.forward(pending.tolist(), last=True))
+            assert piece is not None
+            yield piece
+
+
 def generate(session: Session, ids: Sequence[int], **options: Any) -> Generation:
     """Evaluates ids and continues them, one Piece a token; see Generation for the options.
 
-    sampler: (logits (vocab,) float32, ids so far (n,) int64) -> (token, logprob). stop_ids: tokens
+    sampler: (logits (vocab,) float32, ids so far (n,) int32) -> (token, logprob). stop_ids: tokens
     that end the text; such a token is yielded, its text is not. stop: strings that end the text.
     max_new_tokens: None is the room left. detokenizer: None gives "" as text. ignore_eos: go on
-    past stop_ids. history: earlier ids of the session, for the repetition penalty. Bad arguments
+    past stop_ids. history: earlier ids of the session, for the repetition penalty. top_logprobs: of
+    so many of the likeliest tokens in each piece. constraint: what the text may be. Bad arguments
     and a prompt longer than the room raise here, before anything is evaluated.
     """
     return Generation(session, ids, **options)
@@ -262,15 +323,42 @@ def stop_ids(
     return found
 
 
-def _checked_ids(ids: Sequence[int], name: str) -> list[int]:
+def _limit(wanted: int | None, prompt: int, room: int) -> int:
+    whole = isinstance(wanted, (int, np.integer)) and not isinstance(wanted, bool)
+    if wanted is not None and not (whole and wanted >= 0):
+        raise UsageError(
+            f"max_new_tokens: expected an integer >= 0 or None (room left), got {wanted!r}"
+        )
+    if not prompt:
+        raise UsageError("the prompt is empty: expected at least one token")
+    if prompt > room:
+        raise MosaicError(
+            f"the prompt has {prompt} tokens and the context has room for {room}: "
+            "shorten it or use a larger context (--ctx)",
+            "ECONTEXT",
+        )
+    # A prompt that fills the context exactly still gives one token: that one is never evaluated.
+    left = max(1, room - prompt)
+    return left if wanted is None else min(int(wanted), left)
+
+
+def _checked_top(n: int) -> int:
+    if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 0:
+        raise UsageError(f"top_logprobs: expected an integer >= 0, got {n!r}")
+    return int(n)
+
+
+def _checked_ids(ids: Sequence[int], name: str) -> npt.NDArray[np.int32]:
     try:
         array = np.asarray(ids)
     except ValueError:  # rows of different lengths
         raise UsageError(f"{name}: expected token ids >= 0 in a row, got a nested list") from None
     if array.size == 0:
-        return []
+        return np.empty(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < 0:
         raise UsageError(
             f"{name}: expected token ids >= 0 in a row, got {array.dtype} {array.shape}"
         )
-    return [int(i) for i in array]
+    if array.max() >= 2**31:
+        raise UsageError(f"{name}: expected token ids below 2**31, got {array.max()}")
+    return array.astype(np.int32)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,8 @@ class Model:
         def find(weight: Weight | None) -> dict[str, int]:
             return engine.tensor(None if weight is None else located.span(weight), ids)
 
-        self.kv = engine.Kv(e, blocks.state(plan, memory.ctx, engine.DTYPES[memory.kv.upper()]))
+        dtype = engine.DTYPES[memory.kv.upper()]
+        self.kv = engine.Kv(e, blocks.state(plan, memory.ctx, dtype, memory.sessions))
         n_moe = 0
         moe_layers = plan.moe_layers
         if moe_layers:
@@ -187,14 +189,22 @@ class Model:
         Either every session moves or, on an error or an interrupt, none does.
         """
         work = pairs(work)
-        rows: list[np.ndarray | None] = [None] * len(work)
+        ends = np.empty((len(work), self.plan.hidden), np.float32)  # hidden states behind each
+        rows: list[np.ndarray] = []
+        left = len(work)
 
         def take(which: int, x: np.ndarray, first: int, count: int, last: bool) -> None:
-            if last:
-                rows[which] = self._logits(x, np.array([first + count - 1], np.int32))[0]
+            nonlocal left
+            if not last:
+                return
+            ends[which] = x[first + count - 1]
+            left -= 1
+            for i in range(0, 0 if left else len(work), self.memory.chunk):
+                part = ends[i : i + self.memory.chunk]  # together: the head is read once
+                rows.extend(self._logits(part, np.arange(len(part), dtype=np.int32)))
 
         self._run(work, take, progress)
-        return [row for row in rows if row is not None]
+        return rows
 
     def check_room(self, session: Session, count: int) -> None:
         """Raises EFULL where count more tokens do not fit into the session's context."""
@@ -236,7 +246,8 @@ class Model:
         step, layers, trace, x_all = self._step(), self.layers, self.trace, self._x
         routers = self.routing
         try:
-            step.begin([s._handle for s in sessions])
+            handles = [s._handle for s in sessions]
+            self._with_room(lambda: step.begin(handles))  # one that was at rest needs memory again
             done, total = [0] * len(work), sum(map(len, tokens))
             while sum(done) < total:
                 room, counts = self.memory.chunk, []
@@ -275,11 +286,14 @@ class Model:
                         if c:
                             take(i, x, first, c, done[i] == len(tokens[i]))
                         first += c
+            self._look_at_gpu()  # before the commit: what its listener raises moves no session
             for s, t in zip(sessions, tokens, strict=True):
                 s.extend(t)
             step.commit()
         except BaseException as error:
             step.abort()
+            with suppress(Exception):  # a listener's; this error matters more
+                self._look_at_gpu()
             if self._closed and isinstance(error, MosaicError):
                 raise MosaicError("the model was closed during the call", "ECLOSED") from error
             raise
@@ -287,7 +301,6 @@ class Model:
             with self._lock:
                 if not self._closed:
                     self._steps.append(step)
-            self._look_at_gpu()
         self.counters.add(decode, total, time.perf_counter() - started)
         for chunk in routing:
             self._record(trace, "decode" if decode else "prefill", chunk)
@@ -352,12 +365,9 @@ class Model:
             self.on_note(note)
 
     def _look_at_gpu(self) -> None:
-        if self.memory.tier is not None and not self.gpu_note and not self._closed:
-            try:
-                why = engine.text(self.engine.stats().gpu_note)
-            except MosaicError:  # closed meanwhile
-                return
-            self._without_gpu(why)
+        if self.memory.tier is not None and not self.gpu_note:
+            with suppress(MosaicError):  # closed meanwhile
+                self._without_gpu(engine.text(self.engine.stats().gpu_note))
 
     def _without_gpu(self, why: str) -> None:
         """The tier is not there, or no longer; "": it is. Told once, whoever finds out."""
@@ -415,6 +425,8 @@ class Model:
         top_p: float | None = None,
         min_p: float | None = None,
         repetition_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        presence_penalty: float | None = None,
         seed: int | None = None,
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
@@ -442,7 +454,8 @@ class Model:
         )
         settings = sampling.resolve(
             config, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-            repetition_penalty=repetition_penalty, seed=seed,
+            repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty, seed=seed,
         )  # fmt: skip
         target = self.session() if session is None else session
         history = target.tokens

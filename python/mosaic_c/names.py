@@ -1,9 +1,9 @@
 """Names of models: what stands for a folder wherever one is taken.
 
 find() is the one place that turns a name into a folder. The command line and mosaic_c.open call it; all below them
-take folders. It is also the only reader of the environment, and only where a name is no folder: where this program
-keeps files of its own (XDG_CACHE_HOME), where the user's Hugging Face cache is (HF_HUB_CACHE, HF_HOME). It needs no
-package: what was downloaded is found without huggingface_hub.
+take folders. This module is also the only reader of the environment, and only where a name is no folder or a command
+asks: where this program keeps files of its own (XDG_CACHE_HOME, XDG_STATE_HOME), where the user's Hugging Face cache
+is (HF_HUB_CACHE, HF_HOME). It needs no package: what was downloaded is found without huggingface_hub.
 """
 
 from __future__ import annotations
@@ -93,6 +93,12 @@ def built_folder(name: str) -> Path:
 def cache_folder() -> Path:
     """Where this program keeps files of its own for the user."""
     return _cache() / "mosaic_c"
+
+
+def state_folder() -> Path:
+    """Where this program keeps what the user typed."""
+    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(home) / "mosaic_c"
 
 
 def hub_cache() -> Path:

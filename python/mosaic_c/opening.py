@@ -26,6 +26,8 @@ from mosaic_c.limits import (
 from mosaic_c.model import TOKENIZER, Model
 from mosaic_c.session import Progress
 
+MAX_SESSIONS = 1024
+
 
 def plan_model(
     path: str | os.PathLike[str],
@@ -41,12 +43,14 @@ def plan_model(
     vram: str | int | None = None,
     hot_after: int | None = None,
     gpu: int = 0,
+    sessions: int = 1,
+    waiting: int = 0,
 ) -> tuple[Checkpoint, Located, MemoryPlan]:
     """(checkpoint, located tensors, memory plan) of a folder; reads headers, loads nothing. Looks at the GPU unless
     vram is 0: a process that has done so must not fork and use it there.
 
-    text: the tokenizer is loaded already, so that the process as it is has it. source, vram, hot_after, gpu: as for
-    open_model.
+    text: the tokenizer is loaded already, so that the process as it is has it. source, vram, hot_after, gpu, sessions:
+    as for open_model.
     """
     asked = gpu_cache.wish(vram, hot_after, gpu)
     _one_of("io", io, engine.IO_MODES)
@@ -72,6 +76,7 @@ def plan_model(
         threads = _whole("threads", threads, MAX_THREADS)
     ctx = None if ctx is None else _whole("ctx", ctx, 2**31)
     slots = None if slots is None else _whole("slots", slots, 2**31)
+    sessions = _whole("sessions", sessions, MAX_SESSIONS)
     checkpoint = Checkpoint.open(path)
     if source is not None:
         origin.check(checkpoint, source)
@@ -83,6 +88,7 @@ def plan_model(
         "budget": budget, "reason": reason, "threads": threads, "lanes": engine.io_most(io, slab), "ctx": ctx,
         "kv": kv, "policy": policy, "slots": slots, "mapped": io == "mmap",
         "later": 0 if text else _tokenizer_bytes(checkpoint.folder),
+        "sessions": sessions, "waiting": waiting,
     }  # fmt: skip
     memory = plan_memory(located, **known, gpu=offer)
     if not memory.fits and asked.size is None and not isinstance(offer, str):
@@ -111,6 +117,8 @@ def open_model(
     source: str | os.PathLike[str] | None = None,
     hot_after: int | None = None,
     gpu: int = 0,
+    sessions: int = 1,
+    waiting: int = 0,
 ) -> Model:
     """Opens a Hugging Face folder, or the pulled model of that name (names.find). See docs/design.md section 8 for
     the arguments.
@@ -120,7 +128,9 @@ def open_model(
     layer-lru); None: what the budget leaves. isa: a kernel set of engine.isas(); None: the best. on_load: called with
     (parts loaded, parts). tokenizer: the folder's, where it is loaded already; otherwise memory is kept for it and it
     is loaded when text is needed. source: what an expert pack must have been made of, its hash (12 hex digits or
-    more) or a folder (origin.check).
+    more) or a folder (origin.check). sessions: sequences that run at once, each with a whole context; what more of
+    them need (and the page pool has no more pages for them) comes from the expert cache. waiting: requests that
+    may wait in a scheduler's queue, for whose tokens memory is kept.
 
     vram: bytes or "3.2G" of the GPU for experts that are called often; None: what is free there less a margin, nothing
     where there is no GPU; 0: CUDA is not touched. hot_after: calls in the last 16 tokens that an expert needs
@@ -143,6 +153,8 @@ def open_model(
         vram,
         hot_after,
         gpu,
+        sessions,
+        waiting,
     )
     require_fit(memory)
     model = Model(checkpoint, located.plan, memory, io, isa, tokenizer)

@@ -1,11 +1,12 @@
 """From logits to a token.
 
 Owns: the sampling settings and their checks, and the draw. Promises: transformers' order and
-meaning (repetition penalty, temperature, top-k, top-p, min-p, then the draw); the same seed gives
-the same tokens on every machine. How that holds: penalty, temperature and the top-k cut are float32
-as in transformers; probabilities are float64, from an exp() made of exactly rounded operations
-(numpy's own differs between CPUs); sums run in token order; random numbers are the top 53 bits of
-numpy's PCG64, whose stream numpy guarantees. Knows nothing of models, text or files.
+meaning (repetition penalty, temperature, top-k, top-p, min-p, then the draw), with OpenAI's
+penalties and what is allowed behind the first; the same seed gives the same tokens on every
+machine. How that holds: penalties, temperature and the top-k cut are float32 as in transformers;
+probabilities are float64, from an exp() made of exactly rounded operations (numpy's own differs
+between CPUs); sums run in token order; random numbers are the top 53 bits of numpy's PCG64, whose
+stream numpy guarantees. Knows nothing of models, text or files.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from .errors import MosaicError, UsageError
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 History = Sequence[int] | Ids
 
 
@@ -33,8 +35,10 @@ class Sampling:
 
     temperature: 0 is greedy, else logits are divided by it. top_k: 0 is off. top_p: 1 is off, in
     [0, 1]. min_p: 0 is off, in [0, 1], relative to the likeliest token. repetition_penalty: 1 is
-    off, > 0; it applies to greedy choice too. seed: 0 <= seed < 2**64. ignored: names of settings
-    that were given and have no effect.
+    off, > 0; it applies to greedy choice too. frequency_penalty, presence_penalty: 0 is off, in
+    [-2, 2]; they lower the logit of a token that was chosen before, by the first each time and by
+    the second once. seed: 0 <= seed < 2**64. ignored: names of settings that were given and have no
+    effect.
     """
 
     temperature: float = 0.0
@@ -42,6 +46,8 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     seed: int = 0
     ignored: tuple[str, ...] = ()
 
@@ -60,6 +66,8 @@ _RANGES = {
     "top_p": (lambda v: 0 <= v <= 1, "a number from 0 to 1 (1 is off)"),
     "min_p": (lambda v: 0 <= v <= 1, "a number from 0 to 1 (0 is off)"),
     "repetition_penalty": (lambda v: np.float32(v) > 0, "a number > 0 (1 is off)"),
+    "frequency_penalty": (lambda v: -2 <= v <= 2, "a number from -2 to 2 (0 is off)"),
+    "presence_penalty": (lambda v: -2 <= v <= 2, "a number from -2 to 2 (0 is off)"),
     "seed": (lambda v: 0 <= v < 2**64 and v == int(v), "an integer from 0 to 2**64 - 1"),
 }
 
@@ -90,7 +98,8 @@ _UNSUPPORTED = {
 
 def resolve(generation_config: Mapping[str, Any] | None = None, **overrides: Any) -> Sampling:
     """Settings from a checkpoint's generation_config and the caller's own (temperature, top_k,
-    top_p, min_p, repetition_penalty, seed; None means: as the checkpoint says).
+    top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, seed; None means: as the
+    checkpoint says).
 
     Greedy unless the checkpoint says do_sample; an explicit temperature decides: 0 greedy, > 0
     sampling. A setting that neither names is off. Without a seed a fresh one is taken from the
@@ -125,6 +134,8 @@ def resolve(generation_config: Mapping[str, Any] | None = None, **overrides: Any
         top_p=float(chosen.get("top_p", 1.0)),
         min_p=float(chosen.get("min_p", 0.0)),
         repetition_penalty=float(chosen.get("repetition_penalty", 1.0)),
+        frequency_penalty=float(chosen.get("frequency_penalty", 0.0)),
+        presence_penalty=float(chosen.get("presence_penalty", 0.0)),
         seed=int(chosen["seed"]) if "seed" in chosen else int.from_bytes(os.urandom(4), "little"),
         ignored=tuple(ignored),
     )
@@ -142,25 +153,30 @@ def _checked(name: str, value: Any, source: str | None) -> Any:
 
 
 class Sampler:
-    """Chooses tokens. One per sequence: it holds the random state, one step of it a drawn token."""
+    """Chooses tokens. One per sequence: it holds the random state, one step of it a drawn token,
+    and how often each token was chosen."""
 
     def __init__(self, sampling: Sampling) -> None:
         for name in _RANGES:
             _checked(name, getattr(sampling, name), None)
         self.sampling = sampling
         self._bits = np.random.PCG64(sampling.seed)
+        self._chosen: dict[int, int] = {}
 
-    def __call__(self, logits: Floats, history: History = ()) -> tuple[int, float]:
+    def __call__(
+        self, logits: Floats, history: History = (), allowed: Mask | None = None
+    ) -> tuple[int, float]:
         """The next token and its log-probability.
 
         logits (vocab,) float32, left unchanged; -inf rules a token out. history: ids so far, prompt
-        included, for the repetition penalty. The log-probability (natural, float64 to about 1e-6)
-        is that of the model's own distribution: softmax of the logits as given, before penalty,
-        temperature and filters. Raises MosaicError EDOM when a logit is NaN or +inf or all are
-        -inf: a token is never made up.
+        included, for the repetition penalty. allowed: (n,) which tokens may be chosen, n at most
+        vocab (what lies behind may not); None: any. The log-probability (natural, float64 to about
+        1e-6) is that of the model's own distribution: softmax of the logits as given, before
+        penalties, allowed, temperature and filters. Raises MosaicError EDOM when a logit is NaN or
+        +inf or all are -inf, or nothing is allowed: a token is never made up.
         """
-        top = _top(logits)
-        scores = self._penalised(logits, history)
+        top, log_total = _norm(logits)
+        scores = self._scores(logits, history, allowed)
         if self.sampling.greedy:
             token = int(np.argmax(scores))
         else:
@@ -174,19 +190,43 @@ class Sampler:
                 int(np.flatnonzero(weights)[-1]),
             )
             token = int(ids[place])
-        total = np.exp(logits - top).sum(dtype=np.float64)
-        return token, float(logits[token]) - float(top) - math.log(total)
+        self._chosen[token] = self._chosen.get(token, 0) + 1
+        return token, float(logits[token]) - top - log_total
 
-    def candidates(self, logits: Floats, history: History = ()) -> tuple[Ids, Doubles]:
+    def candidates(
+        self, logits: Floats, history: History = (), allowed: Mask | None = None
+    ) -> tuple[Ids, Doubles]:
         """(ids ascending, probabilities) that a draw would choose from. Greedy: one id, 1.0."""
         _top(logits)
-        scores = self._penalised(logits, history)
+        scores = self._scores(logits, history, allowed)
         if self.sampling.greedy:
             return np.array([np.argmax(scores)], dtype=np.int64), np.ones(1)
         ids, weights = self._filtered(scores)
         return ids, weights / np.cumsum(weights)[-1]
 
-    def _penalised(self, logits: Floats, history: History) -> Floats:
+    def _scores(self, logits: Floats, history: History, allowed: Mask | None) -> Floats:
+        """The logits less penalties; -inf for what is not allowed. A copy where they differ."""
+        s = self.sampling
+        scores = self._repeated(logits, history)
+        if self._chosen and (s.frequency_penalty or s.presence_penalty):
+            scores = logits.copy() if scores is logits else scores
+            ids = np.fromiter(self._chosen, np.int64, len(self._chosen))
+            counts = np.fromiter(self._chosen.values(), np.float32, len(ids))
+            scores[ids] -= counts * np.float32(s.frequency_penalty) + np.float32(s.presence_penalty)
+        if allowed is not None:
+            scores = logits.copy() if scores is logits else scores
+            if allowed.ndim != 1 or allowed.dtype != np.bool_ or len(allowed) > len(logits):
+                raise UsageError(
+                    f"allowed: expected at most {len(logits)} booleans, got {allowed.dtype} "
+                    f"{allowed.shape}"
+                )
+            scores[: len(allowed)][~allowed] = -np.inf
+            scores[len(allowed) :] = -np.inf
+            if scores.max() == -np.inf:
+                raise MosaicError("none of the tokens that are allowed is possible", "EDOM")
+        return scores
+
+    def _repeated(self, logits: Floats, history: History) -> Floats:
         penalty = np.float32(self.sampling.repetition_penalty)
         if penalty == 1 or len(history) == 0:
             return logits
@@ -226,6 +266,23 @@ class Sampler:
             kept = weights >= s.min_p * weights.max()
             ids, weights = ids[kept], weights[kept]
         return ids, weights
+
+
+def best(logits: Floats, n: int) -> tuple[tuple[int, float], ...]:
+    """The n likeliest tokens with their log-probabilities, best first, the lower id of equals."""
+    top, log_total = _norm(logits)
+    n = min(n, len(logits))
+    floor = np.partition(logits, len(logits) - n)[len(logits) - n] if n else np.inf
+    ids = np.flatnonzero(logits >= floor)
+    ids = ids[np.argsort(-logits[ids], kind="stable")][:n]
+    return tuple((int(i), float(logits[i]) - top - log_total) for i in ids)
+
+
+def _norm(logits: Floats) -> tuple[float, float]:
+    """The largest logit, and the log of the sum of exponentials, both of which a log-probability is less."""
+    top = _top(logits)
+    total = np.exp(logits - top).sum(dtype=np.float64)
+    return float(top), math.log(total)
 
 
 def _top(logits: Floats) -> np.float32:

@@ -23,6 +23,7 @@ class Session:
 
     def __init__(self, model: Model, handle: engine.SessionHandle, tokens: list[int]) -> None:
         self._model, self._handle, self._tokens = model, handle, tokens
+        self._snapshots: list[int] = []
 
     def check(self, model: Model | None = None) -> None:
         self._model._alive()
@@ -47,6 +48,11 @@ class Session:
     def room(self) -> int:
         """Tokens that still fit into the context."""
         return self._model.ctx - self.position
+
+    @property
+    def snapshots(self) -> list[int]:
+        """Positions that snapshot() has kept, ascending."""
+        return list(self._snapshots)
 
     def forward(
         self, ids: Sequence[int], last: bool = False, *, progress: Progress | None = None
@@ -100,6 +106,16 @@ class Session:
         """Keeps the state at this position, so that rewind can come back to it."""
         self.check()
         self._model._with_room(self._handle.snapshot)
+        if self.position not in self._snapshots:
+            self._snapshots.append(self.position)
+
+    def forget(self, n: int) -> None:
+        """Gives up the snapshot at position n."""
+        self.check()
+        if n not in self._snapshots:
+            raise MosaicError(f"no snapshot at position {show(n)}", "ERANGE")
+        self._snapshots.remove(n)
+        self._handle.forget(n)
 
     def rewind(self, n: int) -> None:
         """Back to position n: any for attention alone; with recurrent state 0 or a kept snapshot's."""
@@ -107,11 +123,20 @@ class Session:
         if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or abs(n) >= 2**62:
             raise UsageError(f"rewind: expected a position, got {n!r}")
         self._handle.rewind(int(n))
+        self._snapshots = [p for p in self._snapshots if p <= n]
+
+    def rest(self) -> None:
+        """Gives up half of its state's memory, until it is evaluated again: for a session that is only kept."""
+        self.check()
+        self._handle.rest()
+        self._model._regrow()
 
     def fork(self) -> Session:
         """An independent copy; KV pages are shared until one of the two writes."""
         self.check()
-        return Session(self._model, self._model._with_room(self._handle.fork), self.tokens)
+        copy = Session(self._model, self._model._with_room(self._handle.fork), self.tokens)
+        copy._snapshots = self.snapshots
+        return copy
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes everything to a file, or nothing."""
@@ -169,6 +194,13 @@ def pairs(work: Sequence[tuple[Session, Sequence[int]]]) -> list[tuple[Session, 
             "forward: expected a list of (session, token ids), got "
             + (type(work).__name__ if not isinstance(work, list) else "other entries")
         ) from None
+
+
+def common(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:
+    """How many leading tokens of two sequences agree."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(np.asarray(a[:n]) != np.asarray(b[:n]))
+    return int(differ[0]) if len(differ) else n
 
 
 def token_ids(ids: Sequence[int], vocab: int) -> np.ndarray:

@@ -129,6 +129,14 @@ def compared_strings(template: str) -> frozenset[str]:
     return frozenset(value for value in found if isinstance(value, str))
 
 
+@lru_cache(maxsize=16)
+def variables_of(template: str) -> frozenset[str]:
+    """Names that a template reads and does not set."""
+    from jinja2 import meta
+
+    return frozenset(meta.find_undeclared_variables(_compile(template).environment.parse(template)))
+
+
 def prepare(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages as plain data, without None values, with reasoning under the names that are read."""
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:

@@ -88,6 +88,8 @@ static void check_step_rules(const model *m) {
     FAILS(mc_step_begin(st2, &s, 1, &err), MC_EBUSY);
     FAILS(mc_session_snapshot(s, &err), MC_EBUSY);
     FAILS(mc_session_rewind(s, 0, &err), MC_EBUSY);
+    FAILS(mc_session_forget(s, 0, &err), MC_EBUSY);
+    FAILS(mc_session_rest(s, &err), MC_EBUSY);
     FAILS(mc_session_fork(s, &odd, &err), MC_EBUSY);
     FAILS(mc_session_save(s, "/nowhere/x", tag, NULL, 0, &err), MC_EBUSY);
     OK(mc_step_begin(st, &s, 1, &err)); /* the next begin drops the work */
@@ -236,6 +238,25 @@ static void check_shared_pages(const model *m) {
         if (order == 3) { /* the snapshot is shared too, and its owner may go first */
             mc_session_free(s);
             mc_session_free(f[1]);
+            mc_session *g = NULL;
+            OK(mc_session_fork(f[0], &g, &err)); /* what one gives up the other keeps */
+            FAILS(mc_session_forget(g, 41, &err), MC_ERANGE);
+            OK(mc_session_forget(g, 40, &err));
+            FAILS(mc_session_forget(g, 40, &err), MC_ERANGE);
+            FAILS(mc_session_rewind(g, 40, &err), MC_ERANGE);
+            int64_t half = w.kv->state_floats * 4, now = w.e->mem.now[MC_MEM_STATE];
+            for (int i = 0; i < 2; i++) OK(mc_session_rest(g, &err)); /* twice is fine */
+            CHECK(w.e->mem.now[MC_MEM_STATE] == now - half, "at rest: not half");
+            w.e->mem.budget = w.e->mem.total;
+            FAILS(mc_step_begin(w.st, &g, 1, &err), MC_EBUDGET);
+            CHECK(!g->busy, "kept");
+            w.e->mem.budget = 0;
+            OK(mc_step_begin(w.st, &g, 1, &err));
+            mc_step_abort(w.st);
+            CHECK(w.e->mem.now[MC_MEM_STATE] == now, "awake: not whole");
+            OK(mc_session_rest(g, &err));
+            mc_session_free(g);
+            OK(mc_session_rest(f[0], &err)); /* which a rewind and a run do not show */
             OK(mc_session_rewind(f[0], 40, &err));
             memset(tag + 40, 2, 4);
             OK(run(&w, w.st, f[0], 2, 4, 4, last, &err));

@@ -6,16 +6,15 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mosaic_c.commands.options import add_model_options, model_options
+from mosaic_c.commands.options import add_model_options, add_sampling_options, model_options
+from mosaic_c.commands.report import progress_bar, say, say_values, written
 from mosaic_c.errors import MosaicError, UsageError
 from mosaic_c.jsonfile import check_writable
-from mosaic_c.limits import format_size
 from mosaic_c.names import DEMO, demo_folder
 
 MAX_PROMPT = 8 << 20  # bytes read from stdin; the longest context is some 4 MB of text
@@ -33,23 +32,7 @@ def add_parser(sub: argparse._SubParsersAction) -> None:
     add_model_options(parser, default=DEMO)
     p("-n", "--max-new-tokens", type=int, metavar="N", help="tokens to generate (default: until a stop token "
       "or the end of the context)")  # fmt: skip
-    sampled = " (default: generation_config.json)"
-    p("--temp", type=float, metavar="T", help="temperature, 0 is greedy" + sampled)
-    p("--top-k", type=int, metavar="K", help="keep the K likeliest tokens" + sampled)
-    p("--top-p", type=float, metavar="P", help="keep the likeliest tokens of mass P" + sampled)
-    p(
-        "--min-p",
-        type=float,
-        metavar="P",
-        help="keep tokens of at least P times the likeliest" + sampled,
-    )
-    p(
-        "--repetition-penalty",
-        type=float,
-        metavar="R",
-        help="divide the odds of seen tokens" + sampled,
-    )
-    p("--seed", type=int, metavar="S", help="same seed, same text (default: a fresh one, printed)")
+    add_sampling_options(parser)
     p(
         "--stop",
         action="append",
@@ -83,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         check_writable(args.trace)
     folder = Path(args.model) if args.model is not None else demo_folder()
     if args.model is None and not args.quiet:
-        _say("no --model: the small one that comes with mosaic_c tells stories")
+        say("no --model: the small one that comes with mosaic_c tells stories")
     tokenizer = None
     if (
         folder / "tokenizer.json"
@@ -91,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         from mosaic_c.tokenizer import Tokenizer
 
         tokenizer = Tokenizer(folder)
-    with _bar(args, "loading", "layers") as bar:
+    with progress_bar(args, "loading", "layers") as bar:
         model = open_model(
             folder,
             isa=args.isa,
@@ -101,11 +84,11 @@ def run(args: argparse.Namespace) -> int:
         )
     with model:
         for note in (*model.memory.warnings, *model.stats().notes()):
-            _say(f"note: {note}")
+            say(f"note: {note}")
         if ids is None:
             ids = _encode(tokenizer, folder, text, args.raw, model.ctx)
         if args.verbose:
-            _say_values(model)
+            say_values(model)
         if args.trace is None:
             return _generate(args, model, ids)
         moe = model.plan.moe_layers
@@ -121,7 +104,7 @@ def _generate(args: argparse.Namespace, model: Any, ids: Sequence[int]) -> int:
     started = time.perf_counter()
     pieces: list[Any] = []
     status = 0
-    with _bar(args, "prompt", "tokens", model, len(ids)) as bar:
+    with progress_bar(args, "prompt", "tokens", model, len(ids)) as bar:
 
         def note(text: str) -> None:
             # streamed text is in the middle of a line
@@ -135,23 +118,22 @@ def _generate(args: argparse.Namespace, model: Any, ids: Sequence[int]) -> int:
             stop=args.stop, ignore_eos=args.ignore_eos, progress=bar,
         )  # fmt: skip
         for name in out.sampling.ignored:
-            _say(f"note: {name} has no effect here")
+            say(f"note: {name} has no effect here")
         if args.max_new_tokens is not None and out.limit < args.max_new_tokens:
-            _say(
+            say(
                 f"note: -n {args.max_new_tokens} is more than the context of {model.ctx} has room for: {out.limit}"
             )
         if not out.sampling.greedy:
-            _say(f"seed {out.sampling.seed}")
+            say(f"seed {out.sampling.seed}")
         elif args.verbose:
-            _say("greedy")
+            say("greedy")
         try:
             for piece in out:
                 if not pieces:
                     bar.close()
                 pieces.append(piece)
                 if not args.json:
-                    sys.stdout.write(piece.text)
-                    sys.stdout.flush()
+                    written(sys.stdout, piece.text)
         except KeyboardInterrupt:
             status = 130
     text = "".join(p.text for p in pieces)
@@ -176,9 +158,9 @@ def _generate(args: argparse.Namespace, model: Any, ids: Sequence[int]) -> int:
             print(" ".join(str(p.token) for p in pieces))
     if args.stats:
         for line in (*stats.lines(), "", *model.memory_table().lines()):
-            _say(line)
+            say(line)
     if status:
-        _say("interrupted")
+        say("interrupted")
     return status
 
 
@@ -218,83 +200,3 @@ def _encode(tokenizer: Any, folder: Path, text: str, raw: bool, room: int) -> li
     if raw or chat_template(tokenizer.folder, tokenizer.config) is None:
         return tokenizer.encode(text)
     return encode_chat(tokenizer, [{"role": "user", "content": text}])
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _say_values(model: Any) -> None:
-    from mosaic_c import vram
-
-    memory, stats = model.memory, model.stats()
-    for item in memory.items:
-        _say(f"{item.name}: {format_size(item.bytes)} {item.note}".rstrip())
-    if memory.tier is None:
-        _say(f"no GPU: {memory.no_tier}")
-    else:
-        for line in vram.lines(memory.tier):
-            _say(line)
-    _say(
-        f"budget {format_size(memory.budget)} ({memory.reason}), context {memory.ctx}, chunks of {memory.chunk}, "
-        f"{memory.threads} threads, kernels {stats.isa}, policy {stats.policy}, io {stats.io}, {stats.lanes} at once "
-        f"({stats.files_direct} files direct, {stats.files_pread} pread), KV {memory.kv}"
-    )
-    if stats.io_tried:
-        tried = ", ".join(f"{io} x{lanes} {gbs:.2f}" for io, lanes, gbs in stats.io_tried)
-        _say(f"io {stats.io_asked}, GB/s measured: {tried}")
-
-
-class _Bar:
-    """A tqdm bar with the time left, on a terminal (elsewhere with --verbose), gone when the work is done. It
-    appears only when that takes longer than a second."""
-
-    def __init__(self, label: str, unit: str, model: Any, total: int | None, quiet: bool) -> None:
-        self._label, self._unit, self._model, self._total = label, unit, model, total
-        self._bar: Any = None
-        self._quiet = quiet
-
-    def __call__(self, done: int, of: int) -> None:
-        if self._quiet:
-            return
-        if self._bar is None:
-            from tqdm import tqdm
-
-            total = self._total or of
-            self._bar = tqdm(
-                total=total, desc=self._label, unit=f" {self._unit}", delay=1.0, mininterval=0.2,
-                file=sys.stderr, dynamic_ncols=True, leave=False, bar_format=(
-                    "{l_bar}{bar}| {n:.0f}/{total:.0f}{unit} [{elapsed}<{remaining}{postfix}]"
-                ),
-            )  # fmt: skip
-            self._read = self._bytes()
-        self._bar.n = self._bar.total * done / of
-        if self._model is not None:
-            self._bar.set_postfix_str(f"{(self._bytes() - self._read) / 1e6:.0f} MB read", False)
-        self._bar.update(0)
-
-    def say(self, text: str) -> None:
-        """A line of its own, above the bar if one is there."""
-        if self._bar is not None and not self._quiet:
-            self._bar.clear()
-        _say(text)
-
-    def _bytes(self) -> int:
-        return 0 if self._model is None else self._model.engine.stats().bytes_read
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        self._quiet = True
-
-
-@contextmanager
-def _bar(
-    args: argparse.Namespace, label: str, unit: str, model: Any = None, total: int | None = None
-) -> Iterator[_Bar]:
-    terminal = sys.stderr is not None and sys.stderr.isatty()
-    bar = _Bar(label, unit, model, total, args.quiet or not (terminal or args.verbose))
-    try:
-        yield bar
-    finally:
-        bar.close()

@@ -64,6 +64,28 @@ def add_source_option(parser: argparse.ArgumentParser) -> None:
       "which is read")  # fmt: skip
 
 
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """How the next token is chosen; without them as generation_config.json says."""
+    p = parser.add_argument
+    sampled = " (default: generation_config.json)"
+    p("--temp", type=float, metavar="T", help="temperature, 0 is greedy" + sampled)
+    p("--top-k", type=int, metavar="K", help="keep the K likeliest tokens" + sampled)
+    p("--top-p", type=float, metavar="P", help="keep the likeliest tokens of mass P" + sampled)
+    p(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="keep tokens of at least P times the likeliest" + sampled,
+    )
+    p(
+        "--repetition-penalty",
+        type=float,
+        metavar="R",
+        help="divide the odds of seen tokens" + sampled,
+    )
+    p("--seed", type=int, metavar="S", help="same seed, same text (default: a fresh one, printed)")
+
+
 def check_source(model: str, source: str | None) -> None:
     """For commands that open the model elsewhere."""
     if source is not None:
